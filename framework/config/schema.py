@@ -1,0 +1,268 @@
+"""What a recipe may say: one frozen, keyword-only dataclass per configuration group, described once.
+
+The docstring under each field is the reference: meaning, unit, what None stands for. `--help` and the documentation are made
+from it. Each room of the framework takes its own dataclass (`ZeroEngine(model, ZeroConfig(stage=3), ...)`), so the same words
+serve recipes and plain scripts. Nothing here imports torch or Hydra.
+
+Unusual: the dataclasses are frozen and use `Literal`, which OmegaConf cannot type; `compose.py` derives the mutable twins that
+Hydra needs and turns the composed result back into these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions are stretched beyond the length that the weights were trained on."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"] = "linear"
+    factor: float = 1.0
+    """New length / trained length."""
+    original_max_position_embeddings: int | None = None
+    """Trained length in tokens; None: `max_position_embeddings`."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths longer than trained length / this are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths shorter than trained length / this are kept."""
+    beta_fast: float = 32.0
+    """yarn: rotations within the trained length above which a dimension is kept."""
+    beta_slow: float = 1.0
+    """yarn: rotations within the trained length below which a dimension is fully interpolated."""
+    attention_factor: float | None = None
+    """yarn: factor on cos and sin; None: 0.1 ln(factor) + 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Architecture of one decoder of the Llama family. Names are those of a Hugging Face `config.json`."""
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    """Heads of keys and values (grouped-query attention); None: as many as query heads."""
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    max_position_embeddings: int = 4096
+    """Longest sequence in tokens."""
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    attention_output_bias: bool = False
+    """Bias on the attention output projection (Llama with `attention_bias: true`; Qwen2 has none)."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm on each head of queries and keys (Qwen3)."""
+    sliding_window: int | None = None
+    """Attention looks back at most this many tokens (Mistral v0.1); None: all of them."""
+    initializer_range: float = 0.02
+    """Standard deviation of random initial weights."""
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """Which Hugging Face architecture an exported `config.json` names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Group `model`: what is trained and where its weights come from."""
+
+    path: str | None = None
+    """Pretrained weights: a Hugging Face folder, a `.gguf` file, `pkg://PACKAGE/FILE` (a file inside an installed Python package)
+    or a hub name (`org/name`). None: random weights of `arch`."""
+    arch: LlamaConfig | None = None
+    """Architecture for random weights; must be None when `path` is set."""
+    tokenizer: str | None = None
+    """Tokenizer, in the same notations as `path`; None: the one beside the weights."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's chat template; None: the tokenizer's own."""
+    activation_checkpointing: bool = False
+    """Recompute each block in backward instead of storing its activations."""
+    compile: bool = False
+    """Compile each block's forward with `torch.compile`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsConfig:
+    """Which column of a data file holds what; None keeps the usual names of the format."""
+
+    messages: str | None = None
+    """messages/sharegpt: the list of turns (usual: `messages`, `conversations`)."""
+    role: str | None = None
+    """Key of a turn's speaker (usual: `role`, `from`)."""
+    content: str | None = None
+    """Key of a turn's text (usual: `content`, `value`)."""
+    system: str | None = None
+    """A column with the system prompt (usual: `system`)."""
+    instruction: str | None = None
+    """alpaca: the instruction (usual: `instruction`)."""
+    input: str | None = None
+    """alpaca: what the instruction works on, may be empty (usual: `input`)."""
+    output: str | None = None
+    """alpaca: the answer (usual: `output`)."""
+    history: str | None = None
+    """alpaca: earlier [question, answer] pairs (usual: `history`)."""
+    text: str | None = None
+    """text: the document (usual: `text`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Group `data`: which files are trained on and how rows become samples."""
+
+    train: str | None = None
+    """File (`.jsonl .json .parquet .txt`), folder or glob; a relative path is looked up in the working directory, then beside the
+    shipped recipes."""
+    validation: str | None = None
+    """The same for validation; None: `validation_fraction` of `train`."""
+    validation_fraction: float = 0.0
+    """Share of `train` rows held out for validation when `validation` is None, 0 to below 1."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "text"] = "auto"
+    """How a row is read; auto: by the columns found."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    max_tokens: int = 1024
+    """Longest sample in tokens; for `text` the length of a chunk."""
+    on_too_long: Literal["error", "drop", "truncate"] = "error"
+    """What happens to a longer conversation. Dropped rows and cut tokens are counted in the ledger."""
+    max_rows: int | None = None
+    """Read only the first rows of `train`; None: all."""
+    shuffle: bool = True
+    """New order every epoch, a pure function of (seed, epoch)."""
+    num_workers: int = 1
+    """Processes that tokenise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """Group `zero`: how model state is sharded over data-parallel ranks."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    reshard_after_forward: bool = True
+    """Stage 3: free a block's gathered parameters between its forward and its backward (False: more memory, one gather less)."""
+    prefetch_bytes: int = 268435456
+    """Stage 3: gathered-ahead parameters per rank, in bytes; 0 turns prefetch off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Group `precision`: data types of computation. Gradients are accumulated and master weights kept in fp32 (fp64 for float64)."""
+
+    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Data type of parameters in forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Group `optimizer`."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 2e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled; applied to matrices and embeddings, not to norms and biases."""
+    grad_clip: float | None = 1.0
+    """Largest global gradient norm; None: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Group `schedule`: learning rate over optimizer steps, as a factor on `optimizer.lr`."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int | None = None
+    """Linear warm-up; set this or `warmup_ratio`."""
+    warmup_ratio: float | None = None
+    """Warm-up as a share of all steps."""
+    min_lr_ratio: float = 0.0
+    """Floor as a share of the peak; reached exactly at the last step (constant ignores it by refusing it)."""
+    decay_ratio: float = 0.1
+    """wsd: share of all steps spent in the final linear decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Group `trainer`: steps, batches and ranks."""
+
+    max_steps: int | None = None
+    """Optimizer steps; set this or `epochs`."""
+    epochs: float | None = None
+    """Passes over the training data."""
+    micro_batch_size: int | None = None
+    """Samples per rank in one forward. Of micro, accumulate and global, the missing one is computed."""
+    accumulate: int | None = None
+    """Micro-batches per rank and optimizer step."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all ranks."""
+    devices: int | Literal["auto"] = "auto"
+    """Ranks on this machine; auto: one per GPU, or one on CPU. Under torchrun, Slurm or MPI the launcher's count holds."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    log_every_n_steps: int = 1
+    """Cadence of the progress line, metrics.csv and trackers, in optimizer steps."""
+    collective_timeout_seconds: int = 1800
+    """A rank that waits longer for the others ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Group `eval`: validation during training."""
+
+    every_n_steps: int | None = None
+    """Cadence in optimizer steps; None: at the end of the run only (when there are validation data)."""
+    max_batches: int | None = None
+    """At most this many micro-batches per rank; None: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Group `checkpoint`: what is written at the end."""
+
+    export: bool = True
+    """Write a Hugging Face folder to RUN/export when training ends (also when it is stopped by a signal)."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    max_shard_bytes: int = 5_000_000_000
+    """Largest safetensors file of an export, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """Group `logger`: the experiment dashboard. metrics.csv is always written."""
+
+    name: Literal["none", "tensorboard", "wandb"] = "none"
+    project: str = "framework"
+    """wandb: project."""
+    entity: str | None = None
+    """wandb: team or user."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """wandb; auto: online with an API key and a reachable server, else offline (said at the start)."""
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """The whole of a recipe."""
+
+    name: str = "run"
+    """Folder below `runs_dir` and name in the dashboard."""
+    seed: int = 0
+    """Initial weights and sample order."""
+    runs_dir: str = "runs"
+    """Run directories are made here: RUNS_DIR/NAME/TIME."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -1,0 +1,273 @@
+"""One flat buffer: the storage behind all parameters of a layout, and how it is gathered, released, filled with gradients and reduced.
+
+Parameters are *permanent views* of `full`; gathering and releasing only resizes the storage below them, so that nothing is copied in or
+out and views that autograd saved see the refilled data. Reading a released parameter is a loud error of torch ("setStorage ... out of bounds"),
+never silent garbage. All writes go through `alias`, which has a version counter of its own: autograd does not take a gather for an
+in-place change of the parameters.
+
+    full    compute dtype  [S * N]  the parameters; storage present or released
+    shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
+    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype
+    grad_full              [S * N]  gradients as backward produces them, master dtype
+    grad    master dtype   [S]      this rank's sum over micro-batches and ranks
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from framework.zero.comm import Comm, Handle
+from framework.zero.layout import Layout, Piece, Slot
+from framework.zero.memory import MemoryMeter
+from framework.zero.policy import FULL, SHARDED, Policy
+
+
+class GradPool:
+    """Gradient buffers that units of equal layout use in turn. At most two reductions are under way;
+    the next one waits for the older.
+
+    Buffers are zeroed once, when they are made; later only parameters are written, so gaps and padding stay zero.
+    """
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
+        self._free: dict[tuple, list[torch.Tensor]] = {}
+        self._reducing: list[FlatBuffer] = []
+
+    def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
+        free = self._free.setdefault(buffer.extents, [])
+        if not free:
+            self.finish(keep=1)
+        if free:
+            return free.pop()
+        made = buffer.full.new_zeros(buffer.padded, dtype=buffer.master_dtype)
+        self._meter.add("reducing", made.nbytes)
+        return made
+
+    def release(self, buffer: FlatBuffer, grads: torch.Tensor) -> None:
+        self._free[buffer.extents].append(grads)
+
+    def started(self, buffer: FlatBuffer) -> None:
+        """`buffer`'s reduction is under way."""
+        self.finish(keep=1)
+        self._reducing.append(buffer)
+
+    def finish(self, keep: int = 0) -> None:
+        """Wait for the reductions under way, oldest first, until `keep` of them are left."""
+        while len(self._reducing) > keep:
+            self._reducing.pop(0).finish_reduce()
+
+    def drop(self) -> None:
+        """Forget everything (after an exception)."""
+        self._reducing.clear()
+        for buffers in self._free.values():
+            for buffer in buffers:
+                self._meter.add("reducing", -buffer.nbytes)
+        self._free.clear()
+
+
+class FlatBuffer:
+    """The parameters of one layout on this rank."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        policy: Policy,
+        shard_comm: Comm,
+        replicate_comm: Comm,
+        *,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        device: torch.device,
+        meter: MemoryMeter,
+        pool: GradPool,
+        tag: int,
+    ) -> None:
+        self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
+        self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
+        self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
+        self.shard_numel = layout.shard_numel(shard_comm.size)
+        self.padded = layout.padded(shard_comm.size)
+        self.extents = (self.padded, tuple((slot.offset, slot.numel) for slot in layout.slots))
+        self.start = shard_comm.rank * self.shard_numel
+        self.permanent = policy.params_at_rest is FULL
+        self.parameters: list[nn.Parameter] = []
+
+        self.full = torch.zeros(self.padded, dtype=compute_dtype, device=device)
+        self._storage, self._full_bytes = self.full.untyped_storage(), self.full.nbytes
+        self.alias = self.full.data
+        self.present = True
+        """Whether the storage of `full` is there."""
+        self.stale = False
+        """Whether other ranks' parts of `full` are older than their masters."""
+        if self.permanent:
+            self.shard = self.alias[self.start : self.start + self.shard_numel]
+            meter.add("params", self._full_bytes)
+        else:
+            self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
+            meter.add("params", self.shard.nbytes)
+            meter.add("gathered", self._full_bytes)
+        self.master = self.shard
+        if layout.requires_grad and compute_dtype != master_dtype:
+            self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
+            meter.add("master", self.master.nbytes)
+        self._gathering: Handle | None = None
+
+        self.grad: torch.Tensor | None = None
+        self.grad_full: torch.Tensor | None = None
+        self.written: set[int] = set()
+        """Slots that hold a gradient in `grad_full`."""
+        self.used: set[int] = set()
+        """Slots that got a gradient on this rank in the current step."""
+        self._reduced = False
+        """Whether `grad` holds sums of this step already."""
+        self._carry: torch.Tensor | None = None
+        self._reducing: Handle | None = None
+        self._received_bytes = 0
+        if layout.requires_grad:
+            if policy.grads is FULL:
+                self.grad_full = torch.zeros(self.padded, dtype=master_dtype, device=device)
+                self.grad = self.grad_full[self.start : self.start + self.shard_numel]
+                meter.add("grads", self.grad_full.nbytes)
+            else:
+                self.grad = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
+                meter.add("grads", self.grad.nbytes)
+
+    # -- parameters -----------------------------------------------------------------------------------------------------------
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """`slot`'s parameter as a view of `full`; its storage may be released later."""
+        return self.full[slot.offset : slot.stop].view(slot.shape)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The parts of parameters that this rank owns, located in `shard`, `master` and `grad`."""
+        return self.layout.pieces(self.start, self.start + self.shard_numel)
+
+    @property
+    def needs_gather(self) -> bool:
+        return self._gathering is None and (not self.present or self.stale)
+
+    @property
+    def gather_bytes(self) -> int:
+        """Memory that a gather would take, in bytes."""
+        return 0 if self.present else self._full_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that a release would free, in bytes."""
+        return self._full_bytes if self.present and not self.permanent else 0
+
+    def gather(self) -> None:
+        """Begin to make all parameters current and present."""
+        if not self.needs_gather:
+            return
+        if not self.present:
+            self._storage.resize_(self._full_bytes)
+            self.meter.add("gathered", self._full_bytes)
+            self.present = True
+        self.stale = False
+        self._gathering = self.shard_comm.all_gather(self.alias, self.shard, self.gather_tag)
+
+    def wait(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        """Free the gathered parameters where the policy keeps them sharded."""
+        if self.permanent or not self.present:
+            return
+        self.wait()
+        self._storage.resize_(0)
+        self.meter.add("gathered", -self._full_bytes)
+        self.present = False
+
+    def publish(self) -> None:
+        """After the masters have changed: bring `shard` up to date, and mark what other ranks hold as stale."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if self.present:
+            self.stale = self.shard_comm.size > 1
+
+    # -- gradients ------------------------------------------------------------------------------------------------------------
+
+    def take_grad(self, index: int) -> None:
+        """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing."""
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            return
+        if self.grad_full is None:
+            self.grad_full = self.pool.acquire(self)
+        if self._reduced and self.policy.grads is FULL and not self.written:
+            self._carry = self.grad.clone()  # reduced in place already: set the sums aside, so that they are not added up twice
+            self.meter.add("reducing", self._carry.nbytes)
+        slot = self.layout.slots[index]
+        target = self.grad_full[slot.offset : slot.stop].view(slot.shape)
+        target.add_(parameter.grad) if index in self.written else target.copy_(parameter.grad)
+        self.written.add(index)
+        self.used.add(index)
+        parameter.grad = None
+
+    @property
+    def reduce_pending(self) -> bool:
+        """Whether gradients wait here that other ranks have not seen."""
+        return bool(self.written)
+
+    def reduce(self) -> None:
+        """Begin to sum this step's gradients over the ranks. A parameter without a gradient counts as zero, so that every rank
+        takes part whatever its control flow was."""
+        if self.grad_full is None:
+            self.grad_full = self.pool.acquire(self)
+        for index, slot in enumerate(self.layout.slots):
+            if index not in self.written:
+                self.grad_full[slot.offset : slot.stop].zero_()
+        self.written.clear()
+        self.pool.started(self)
+        in_place = self.policy.grads is FULL
+        received = self.shard_comm.received_bytes(self.grad.nbytes)
+        self.meter.add("reducing", received)
+        self._received_bytes = received
+        self._reducing = self.shard_comm.reduce_scatter(self.grad_full, self.grad, self.gather_tag + 1, add=self._reduced and not in_place)
+        if self.replicate_comm.size > 1:
+            self._reducing.wait()
+            self._reducing = self.replicate_comm.all_reduce(self.grad)
+        self._reduced = True
+
+    def finish_reduce(self) -> None:
+        self._reducing.wait()
+        self._reducing = None
+        self.meter.add("reducing", -self._received_bytes)
+        self._received_bytes = 0
+        if self._carry is not None:
+            self.grad.add_(self._carry)
+            self.meter.add("reducing", -self._carry.nbytes)
+            self._carry = None
+        if self.policy.grads is SHARDED:
+            self.pool.release(self, self.grad_full)
+            self.grad_full = None
+
+    def end_step(self) -> None:
+        """The gradients are used up."""
+        self._reduced = False
+        self.used.clear()
+
+    def reset(self) -> None:
+        """After an exception: forget gradients and communication under way; the masters stay as they are."""
+        self._gathering = self._reducing = None
+        self.meter.add("reducing", -self._received_bytes)
+        self._received_bytes = 0
+        if self._carry is not None:
+            self.meter.add("reducing", -self._carry.nbytes)
+            self._carry = None
+        if self.policy.grads is SHARDED and self.grad_full is not None:
+            self.meter.add("reducing", -self.grad_full.nbytes)
+            self.grad_full = None
+        self.written.clear()
+        self.used.clear()
+        self._reduced = False
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.stale = self.present and self.shard_comm.size > 1
+        self.release()

@@ -1,0 +1,88 @@
+"""Every private or renamed torch API that the engine leans on, with a self-test that fails loudly when torch changes one.
+
+The autograd ones are what torch's own `register_multi_grad_hook` and `fully_shard` are built from. The collectives
+`all_gather_single` and `reduce_scatter_single` carry these names since torch 2.13; before, they were
+`all_gather_into_tensor` and `reduce_scatter_tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import Node
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def backward_id() -> int:
+    """Number of the backward pass that the calling thread is in, -1 outside (also -1 during an ordinary forward)."""
+    return torch._C._current_graph_task_id()
+
+
+def accumulate_node(parameter: torch.Tensor) -> Node:
+    """The graph node that adds into `parameter.grad`. Keep it: the node lives only as long as something refers to it."""
+    with torch.enable_grad():
+        return torch.autograd.graph._get_grad_fn_or_grad_acc(parameter)
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the backward pass that is running now will execute `node`. Call inside a backward hook only."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # `torch.autograd.grad(...)`: leaves are captured and nothing is accumulated
+        return False
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd treats `tensor` as a view of another one."""
+    return tensor._is_view()
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass that is running now has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step()` divides gradients by `optimizer.grad_scale` and does nothing where `optimizer.found_inf` is 1
+    (the fused torch optimizers; the protocol of `torch.amp.GradScaler`)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@cache
+def self_test() -> None:
+    """Raise RuntimeError naming what behaves differently in this torch. Runs once per process, in about a millisecond."""
+    events: list[object] = []
+    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    nodes = [accumulate_node(used), accumulate_node(unused)]
+
+    def in_backward(grad: torch.Tensor) -> None:
+        events.append((backward_id() >= 0, [will_execute(node) for node in nodes]))
+        on_backward_end(lambda: events.append("end"))
+
+    used.register_post_accumulate_grad_hook(lambda p: events.append("accumulated"))
+    with torch.enable_grad():
+        out = used * 2
+    out.register_hook(in_backward)
+    outside = backward_id()
+    out.sum().backward()
+    expected = [(True, [True, False]), "accumulated", "end"]
+    if outside != -1 or events != expected:
+        raise RuntimeError(f"torch {torch.__version__} orders backward hooks differently: got {events} (outside: {outside}), expected {expected} (outside: -1)")
+
+    if is_view(torch.ones(2)) or not is_view(torch.ones(2).view(1, 2)):
+        raise RuntimeError(f"torch {torch.__version__}: Tensor._is_view answers differently")
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    if not takes_grad_scale(optimizer):
+        raise RuntimeError(f"torch {torch.__version__}: fused optimizers no longer take grad_scale and found_inf")
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    weight.grad = torch.tensor([8.0])
+    optimizer.step()
+    if weight.item() != -2.0:
+        raise RuntimeError(f"torch {torch.__version__}: a fused step with grad_scale 4 moved a weight by {weight.item()}, expected -2")

@@ -1,0 +1,391 @@
+"""ZeroEngine: trains any module with its model state sharded over data-parallel ranks (ZeRO stages 0 to 3).
+
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+    loss_sum = engine.module(**micro_batch)        # hooks gather and release parameters, block by block
+    engine.backward(loss_sum, tokens)              # gradients are reduced while backward runs
+    stats = engine.step()                          # one small all-reduce, clip, update this rank's shard
+
+A loss is a SUM and comes with its share of the denominator (`tokens`): ranks and micro-batches contribute sums, `step` divides once by the global number.
+So batch split, accumulation and world size do not change the result.
+
+[Note: canonical reduce order] Gradients are reduced in reverse registration order of the units, on every rank, whatever its control flow:
+a unit that a rank did not use contributes zeros at its turn. What must be the same on all ranks is the order in which *units* run
+forward; rank-dependent branches belong inside a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from framework.config.schema import PrecisionConfig, ZeroConfig
+from framework.zero import compat, load, norm, state
+from framework.zero.buffer import FlatBuffer, GradPool
+from framework.zero.comm import Comm
+from framework.zero.layout import UnitLayout, plan_units
+from framework.zero.load import Read
+from framework.zero.memory import MemoryMeter
+from framework.zero.norm import NonFiniteError, StepStats
+from framework.zero.optimizer import ShardedOptimizer
+from framework.zero.policy import FULL, SHARDED, policy_of
+from framework.zero.prefetch import Prefetch
+from framework.zero.unit import Unit
+
+
+class ZeroEngine:
+    """See the module's docstring.
+
+    Args:
+        module: real (rank 0's values are taken) or on the meta device (then filled by `read`, or by seeded `reset_parameters`).
+            Its parameters stay the same objects unless they were on the meta device.
+        zero: stage and prefetching.
+        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64).
+        optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place. None: evaluation only.
+        grad_clip: largest global gradient norm; None: no clipping.
+        group: data-parallel ranks; None: the default group where torch.distributed is initialised, else this process alone.
+        device: where shards live; None: the current CUDA device for a CUDA backend, else the CPU.
+        read: source of weights for a meta module: `read(name, start, stop)` gives elements of the flattened parameter.
+        seed: of the random initialisation of a meta module.
+        show_progress: show the loading of weights (on one rank).
+
+    Raises:
+        ValueError, TypeError: for an optimizer or module that cannot be sharded, saying why.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        zero: ZeroConfig | None = None,
+        precision: PrecisionConfig | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        grad_clip: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        read: Read | None = None,
+        seed: int = 0,
+        show_progress: bool = False,
+    ) -> None:
+        compat.self_test()
+        self.module, self.zero = module, zero or ZeroConfig()
+        self.policy = policy_of(self.zero)
+        self.grad_clip = grad_clip
+        self.compute_dtype = getattr(torch, (precision or PrecisionConfig()).compute_dtype)
+        self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        self.world = Comm(group)
+        self.device = torch.device(device) if device is not None else _default_device(group)
+        alone = Comm(None)
+        self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
+
+        self.memory = MemoryMeter()
+        self.pool = GradPool(self.memory)
+        self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
+        self.stop_requested = False
+        """Set it on any rank (from a signal handler, say): `StepStats.stop` is positive on all ranks after the same step."""
+        self.steps_done = 0
+        self._task: int | None = None
+        self._depth = 0
+        self._unchecked: torch.Tensor | None = None
+        self._new_step()
+
+        originals = dict(module.named_parameters(remove_duplicate=False))
+        self.layouts = plan_units(module)
+        self.buffers: list[FlatBuffer] = []
+        self.units = [self._build_unit(layout, originals, read, seed) for layout in self.layouts]
+        if read is not None:
+            load.fill_from_reader(self.buffers, read, show=show_progress and self.world.rank == 0)
+        self._place_module_buffers()
+        for unit in self.units:
+            unit.wait()
+            unit.release()
+        self.trained = [buffer for buffer in self.buffers if buffer.layout.requires_grad]
+        self._reduce_order = list(reversed(self.units))
+        self._offsets: dict[int, int] = {}
+        for buffer in self.trained:
+            self._offsets[id(buffer)] = sum(len(b.layout.slots) for b in self.trained[: len(self._offsets)])
+        now = dict(module.named_parameters(remove_duplicate=False))
+        replaced = {id(old): now[name] for name, old in originals.items()}
+        self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced) if optimizer is not None else None
+        self._originals = originals  # keeps the ids above from being reused
+        self._enter_root_through_forward()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer, over this rank's shards; set `param_groups[i]["lr"]` before `step`."""
+        if self.sharded_optimizer is None:
+            raise RuntimeError("this engine was made without an optimizer")
+        return self.sharded_optimizer.torch
+
+    # -- the step -------------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, tokens: int | torch.Tensor = 1, *, last: bool = True) -> None:
+        """Backward of one micro-batch. `loss` is a sum, `tokens` its share of the denominator.
+
+        `last=False` while more micro-batches of the step follow lets stages 0 and 1 reduce once per step; the result is the same.
+        """
+        if not loss.requires_grad:
+            raise ValueError("the loss depends on no trained parameter (it has no graph): every rank must run backward through the model")
+        self._last = last
+        self._loss_sum += loss.detach().double()
+        self._tokens += tokens
+        try:
+            loss.backward()
+        except BaseException:
+            self.reset()
+            raise
+
+    def step(self) -> StepStats:
+        """Finish the reduction, clip, update, and forget the gradients. Collective.
+
+        Raises NonFiniteError naming step, rank and parameter where the loss or a gradient is not finite, before anything has changed (on CUDA with a fused
+        optimizer the update is skipped on the device and the error comes with the next step).
+        """
+        self._check_last_step()
+        self._reduce_leftovers()
+        sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, self.stop_requested, self.device)
+        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0)
+        grad_norm = sums.square_sum.sqrt() / sums.tokens
+        factor = 1.0 / sums.tokens
+        if self.grad_clip is not None:
+            factor = factor * (self.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
+        in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
+        if not in_kernel:
+            self._raise_if_not_finite(finite, sums.tokens)
+        if self.sharded_optimizer is not None:
+            before = self.sharded_optimizer.state_nbytes if not self.steps_done else 0
+            self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
+            if not self.steps_done:
+                self.memory.add("optimizer", self.sharded_optimizer.state_nbytes - before)
+        for buffer in self.trained:
+            buffer.publish()
+            buffer.end_step()
+        self._unchecked = finite if in_kernel else None
+        self.steps_done += 1
+        self._new_step()
+        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop)
+
+    def _used_by_any(self, used: torch.Tensor) -> list[bool]:
+        """Which parameters any rank used. Where this rank used all, nothing needs to be read from the device."""
+        mine = [index in buffer.used for buffer in self.trained for index in range(len(buffer.layout.slots))]
+        return mine if all(mine) else [count > 0 for count in used.tolist()]
+
+    def _raise_if_not_finite(self, finite: torch.Tensor, tokens: torch.Tensor) -> None:
+        if bool(finite):
+            return
+        if not float(tokens):
+            self.reset()
+            raise ValueError(f"step {self.steps_done + 1}: no micro-batch of any rank had a trained token; nothing was updated")
+        where = norm.where_not_finite(self.trained, self.world, self._loss_sum)
+        self.reset()
+        raise NonFiniteError(f"step {self.steps_done + 1}: {where}; parameters and optimizer are those of before this step")
+
+    def _check_last_step(self) -> None:
+        """The verdict on the step before, which the device has long reached."""
+        if self._unchecked is not None and not bool(self._unchecked):
+            raise NonFiniteError(f"step {self.steps_done}: the loss or a gradient was not finite; that step's update was skipped")
+
+    def _new_step(self) -> None:
+        self._last = True
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+
+    # -- backward, as the units report it -------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Called by every hook of a backward; the first call counts the gradients that are to come."""
+        task = compat.backward_id()
+        if task == self._task:
+            return
+        if self._task is not None:
+            raise RuntimeError(
+                "a backward began inside another one: activation checkpointing must be non-reentrant (use_reentrant=False); "
+                "if a backward failed before, call engine.reset()"
+            )
+        self._task = task
+        self._turn = 0
+        for unit in self.units:
+            unit.expect()
+        compat.on_backward_end(self._end_backward)
+
+    def reduce_complete_units(self) -> None:
+        """Begin the reductions whose turn it is and whose gradients are complete."""
+        while self._reduces_now and self._turn < len(self._reduce_order) and not self._reduce_order[self._turn].pending:
+            self._reduce(self._reduce_order[self._turn])
+            self._turn += 1
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self._last or self.policy.grads is SHARDED
+
+    def _reduce(self, unit: Unit) -> None:
+        for buffer in unit.trained:
+            buffer.reduce()
+
+    def _end_backward(self) -> None:
+        if self._reduces_now:
+            for unit in self._reduce_order[self._turn :]:
+                self._reduce(unit)
+        self.pool.finish()
+        self._task = None
+        self.prefetch.end()
+        for unit in self.units:
+            unit.begin_pass()
+            unit.release()
+
+    def _reduce_leftovers(self) -> None:
+        """Gradients of micro-batches that were all said not to be the last one."""
+        if self._last or self.policy.grads is SHARDED:
+            return
+        for unit in self._reduce_order:
+            self._reduce(unit)
+        self.pool.finish()
+
+    # -- entering the model ---------------------------------------------------------------------------------------------------
+
+    def wrap_method(self, module: nn.Module, name: str) -> None:
+        """Make `module.name(...)` an entry like `engine.module(...)`: parameters of the root are gathered around it."""
+        method: Callable = getattr(module, name)
+
+        @wraps(method)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            self._enter(args, kwargs)
+            out = None
+            try:
+                out = method(*args, **kwargs)
+            finally:
+                replaced = self._leave(out)
+            return out if replaced is None else replaced
+
+        setattr(module, name, entered)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """All parameters are whole on every rank inside. Changes to them are lost."""
+        for unit in self.units:
+            unit.gather()
+        for unit in self.units:
+            unit.wait()
+        try:
+            yield self.module
+        finally:
+            for unit in self.units:
+                unit.release()
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield (name, whole parameter on rank 0, None elsewhere). Collective. See `state.full_tensors`."""
+        return state.full_tensors(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and optimizer state as whole tensors on rank 0. Collective. See `state.state_dict`."""
+        return state.state_dict(self)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
+        state.load_state_dict(self, saved)
+
+    def reset(self) -> None:
+        """After an exception in forward, backward or step: forget this step. Parameters and optimizer state stay."""
+        self._task, self._depth, self._unchecked = None, 0, None
+        for buffer in self.buffers:
+            buffer.reset()
+        self.pool.drop()
+        self.prefetch.end()
+        for unit in self.units:
+            unit.begin_pass()
+        self._new_step()
+
+    def _enter(self, args: tuple, kwargs: dict) -> None:
+        if compat.backward_id() < 0:
+            if not self._depth:
+                self.prefetch.begin()
+            self._depth += 1
+        self.units[0].enter(args, kwargs)
+
+    def _leave(self, out: Any) -> Any:
+        if compat.backward_id() >= 0:
+            return None
+        self._depth -= 1
+        replaced = self.units[0].watch_outputs(out)
+        if not self._depth and not torch.is_grad_enabled():
+            self.prefetch.end()
+            if self._task is None:
+                for unit in self.units:
+                    unit.release()
+        return replaced
+
+    def _enter_root_through_forward(self) -> None:
+        self.module.register_forward_pre_hook(lambda _, args, kwargs: self._enter(args, kwargs), with_kwargs=True, prepend=True)
+        self.module.register_forward_hook(lambda _, args, out: self._leave(out), always_call=True)
+
+    # -- construction ---------------------------------------------------------------------------------------------------------
+
+    def _build_unit(self, planned: UnitLayout, originals: dict[str, nn.Parameter], read: Read | None, seed: int) -> Unit:
+        """Allocate a unit's buffers, make its parameters views of them, and fill them unless a reader will."""
+        buffers = []
+        for layout in planned.layouts:
+            buffer = FlatBuffer(
+                layout,
+                self.policy,
+                self.shard_comm,
+                self.replicate_comm,
+                compute_dtype=self.compute_dtype,
+                master_dtype=self.master_dtype,
+                device=self.device,
+                meter=self.memory,
+                pool=self.pool,
+                tag=2 * len(self.buffers),
+            )
+            old = [originals[slot.name] for slot in layout.slots]
+            if any(p.is_meta for p in old) and self.device.type != "meta":
+                buffer.parameters = [self._replace_meta(slot, p, buffer) for slot, p in zip(layout.slots, old, strict=True)]
+            else:
+                if self.device.type != "meta":
+                    load.fill_from_module(buffer, old)
+                buffer.parameters = old
+                for slot, parameter in zip(layout.slots, old, strict=True):
+                    parameter.data = buffer.view(slot)
+            buffers.append(buffer)
+            self.buffers.append(buffer)
+        was_meta = any(originals[slot.name].is_meta for layout in planned.layouts for slot in layout.slots)
+        if was_meta and read is None and self.device.type != "meta":
+            load.fill_by_reset(self.module, buffers, seed)
+        for buffer in buffers:
+            buffer.release()
+        unit_module = self.module.get_submodule(planned.name)
+        return Unit(self, planned.name, unit_module, buffers)
+
+    def _replace_meta(self, slot, old: nn.Parameter, buffer: FlatBuffer) -> nn.Parameter:
+        """A real parameter in the place of one on the meta device, under all its names."""
+        new = nn.Parameter(buffer.view(slot), requires_grad=old.requires_grad)
+        new.__dict__.update(old.__dict__)
+        for name in (slot.name, *slot.aliases):
+            parent, _, leaf = name.rpartition(".")
+            self.module.get_submodule(parent)._parameters[leaf] = new
+        return new
+
+    def _place_module_buffers(self) -> None:
+        """Move the module's own buffers (not parameters) to the device, with rank 0's values."""
+        for module_name, submodule in self.module.named_modules():
+            for name, value in submodule.named_buffers(recurse=False):
+                if value.is_meta and self.device.type != "meta":
+                    raise TypeError(
+                        f"buffer {module_name}.{name} is on the meta device and cannot be filled: compute it in forward, or build the module with real buffers"
+                    )
+                moved = value.to(self.device)
+                if self.device.type != "meta":
+                    self.world.broadcast(moved)
+                submodule._buffers[name] = moved
+
+
+def _default_device(group: dist.ProcessGroup | None) -> torch.device:
+    if torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,171 @@
+"""Where every parameter lies: units, flat spaces and shards. Pure arithmetic; the only tensors seen here are asked for their shape.
+
+A *unit* is a module whose parameters are gathered and released together: each repeated block is one, the rest belongs to the
+root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad`; offsets are multiples of `ALIGN` and do **not** depend
+on the world size: only the padding at the tail does. Resharding is therefore slicing of intervals, and a piece of a
+parameter is a contiguous range of its flattened elements.
+
+    unit `layers.3`   | q_proj      | k_proj   | ... | norm |pad|        rank r of N owns [r*S, (r+1)*S), S = shard_numel(N)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ALIGN = 256
+"""Elements; every parameter starts at a multiple of it, so that blocks of up to 256 elements never straddle two ranks."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a layout."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+    aliases: tuple[str, ...] = ()
+    """Further names of the same (tied) parameter."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in an interval of the flat space."""
+
+    slot: Slot
+    start: int
+    """First element, counted in the flattened parameter."""
+    stop: int
+    shard_start: int
+    """First element, counted from the beginning of the interval."""
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shard_stop(self) -> int:
+        return self.shard_start + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat space of one unit's parameters that share `requires_grad`."""
+
+    unit: str
+    requires_grad: bool
+    slots: tuple[Slot, ...]
+
+    @property
+    def total(self) -> int:
+        """Elements, alignment gaps included, padding for the world size not."""
+        return self.slots[-1].offset + _align(self.slots[-1].numel)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters alone."""
+        return sum(slot.numel for slot in self.slots)
+
+    def shard_numel(self, world_size: int) -> int:
+        return _align(-(-self.total // world_size))
+
+    def padded(self, world_size: int) -> int:
+        return self.shard_numel(world_size) * world_size
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """What of which parameters lies in [start, stop) of the flat space, in order; gaps and padding belong to none."""
+        found = []
+        for slot in self.slots:
+            low, high = max(start, slot.offset), min(stop, slot.stop)
+            if low < high:
+                found.append(Piece(slot, low - slot.offset, high - slot.offset, low - start))
+        return found
+
+    def shard_pieces(self, rank: int, world_size: int) -> list[Piece]:
+        numel = self.shard_numel(world_size)
+        return self.pieces(rank * numel, (rank + 1) * numel)
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """A unit: its module's name (empty for the root) and its layouts."""
+
+    name: str
+    layouts: tuple[Layout, ...]
+
+
+def find_units(module: nn.Module) -> dict[str, nn.Module]:
+    """Repeated blocks of `module`, by name: the children of the outermost containers that hold at least two modules of one class
+    with parameters. Blocks do not nest."""
+    units: dict[str, nn.Module] = {}
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
+        repeated: set[type] = set()
+        if isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            counts = Counter(type(child) for _, child in children if _has_parameters(child))
+            repeated = {kind for kind, count in counts.items() if count >= 2}
+        for name, child in children:
+            if type(child) in repeated and _has_parameters(child) and child not in units.values():
+                units[name] = child
+            else:
+                visit(child, f"{name}.")
+
+    visit(module, "")
+    return units
+
+
+def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None) -> list[UnitLayout]:
+    """Layouts of the root (first) and of every unit, in registration order.
+
+    A parameter that occurs in two units, or in a unit and outside, is owned by the root: the lowest common ancestor. Parameters
+    keep module order; one layout holds those that are trained, one those that are frozen.
+    """
+    units = find_units(module) if units is None else units
+    owner: dict[int, str] = {}
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        unit = next((u for u in units if name.startswith(f"{u}.")), "")
+        key = id(parameter)
+        parameters[key] = parameter
+        names.setdefault(key, []).append(name)
+        owner[key] = unit if owner.get(key, unit) == unit else ""
+    planned = []
+    for unit in ["", *units]:
+        mine = [key for key in parameters if owner[key] == unit]
+        layouts = []
+        for trained in (True, False):
+            chosen = [key for key in mine if parameters[key].requires_grad is trained]
+            if chosen:
+                layouts.append(Layout(unit, trained, tuple(_slots(chosen, names, parameters))))
+        planned.append(UnitLayout(unit, tuple(layouts)))
+    return planned
+
+
+def _slots(keys: list[int], names: dict[int, list[str]], parameters: dict[int, nn.Parameter]) -> Iterator[Slot]:
+    offset = 0
+    for key in keys:
+        first, *aliases = names[key]
+        yield Slot(first, parameters[key].shape, offset, tuple(aliases))
+        offset += _align(parameters[key].numel())
+
+
+def _align(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,82 @@
+"""Filling the shards: from a reader of byte ranges, from the module as it is, or by seeded random initialisation.
+
+In every case the values are the same for each ZeRO stage and world size, and no rank holds more than one whole unit at a time; with a reader it holds
+only its own ranges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from framework.progress import progress
+from framework.zero.buffer import FlatBuffer
+
+Read = Callable[[str, int, int], torch.Tensor]
+"""`read(name, start, stop)`: elements [start, stop) of the flattened parameter `name`, any floating dtype."""
+
+
+def fill_from_reader(buffers: list[FlatBuffer], read: Read, show: bool) -> None:
+    """Read exactly this rank's pieces."""
+    for buffer in progress(buffers, "loading weights", unit="blocks", show=show):
+        target = buffer.master if buffer.layout.requires_grad else buffer.shard
+        for piece in buffer.pieces:
+            target[piece.shard_start : piece.shard_stop].copy_(read(piece.slot.name, piece.start, piece.stop))
+        buffer.publish()
+
+
+def fill_from_module(buffer: FlatBuffer, parameters: list[nn.Parameter]) -> None:
+    """Take rank 0's values of real `parameters`."""
+    full = torch.zeros(buffer.padded, dtype=buffer.master_dtype, device=buffer.full.device)
+    for slot, parameter in zip(buffer.layout.slots, parameters, strict=True):
+        full[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
+    for comm in (buffer.shard_comm, buffer.replicate_comm):
+        comm.broadcast(full)
+    _keep_shard(buffer, full)
+
+
+def fill_by_reset(module: nn.Module, buffers: list[FlatBuffer], seed: int) -> None:
+    """Let each submodule initialise its own parameters (`reset_parameters`), seeded by (seed, its name). One call per unit.
+
+    Raises TypeError naming a module that has parameters and cannot initialise them.
+    """
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    mine = {id(p) for buffer in buffers for p in buffer.parameters}
+    fulls = []
+    for buffer in buffers:
+        full = torch.zeros(buffer.padded, dtype=buffer.master_dtype, device=buffer.full.device)
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            parameter.data = full[slot.offset : slot.stop].view(slot.shape)
+        fulls.append(full)
+    devices = [buffers[0].full.device] if buffers[0].full.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        for name, submodule in module.named_modules():
+            own = [p for p in submodule.parameters(recurse=False) if id(p) in mine]
+            if not own:
+                continue
+            reset = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
+            if reset is None:
+                raise TypeError(
+                    f"{name or 'the model'} ({type(submodule).__name__}) owns {names[id(own[0])]} on the meta device and has no reset_parameters(): "
+                    "give it one, or give the engine a `read` function for the weights"
+                )
+            torch.manual_seed(_seed_of(seed, name))
+            with torch.no_grad():
+                reset()
+    for buffer, full in zip(buffers, fulls, strict=True):
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            parameter.data = buffer.view(slot)
+        _keep_shard(buffer, full)
+
+
+def _keep_shard(buffer: FlatBuffer, full: torch.Tensor) -> None:
+    target = buffer.master if buffer.layout.requires_grad else buffer.shard
+    target.copy_(full[buffer.start : buffer.start + buffer.shard_numel])
+    buffer.publish()
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") % (2**63)

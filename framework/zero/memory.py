@@ -1,0 +1,107 @@
+"""Bytes of model state on one rank: a meter that the engine's allocations go through, and the closed formula to hold it against.
+
+Model state is parameters, gradients, master weights and optimizer state, with the temporary buffers that gathering and reducing need; activations are not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from framework.zero.layout import UnitLayout
+from framework.zero.policy import FULL, SHARDED, Policy
+
+
+@dataclass
+class MemoryMeter:
+    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `reducing`)."""
+
+    current: int = 0
+    peak: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+    peak_by_kind: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Record that `nbytes` of `kind` were allocated (negative: freed)."""
+        self.current += nbytes
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + nbytes
+        if self.current > self.peak:
+            self.peak, self.peak_by_kind = self.current, dict(self.by_kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes of model state per rank by the formula: what stays, and the most that comes on top while a step runs."""
+
+    params: int
+    grads: int
+    master: int
+    optimizer: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.master + self.optimizer + self.temporary
+
+
+def state_bytes(
+    units: list[UnitLayout],
+    policy: Policy,
+    world_size: int,
+    *,
+    compute_itemsize: int,
+    master_itemsize: int = 4,
+    optimizer_itemsize: int = 8,
+    prefetch_bytes: int = 0,
+    messages: bool = False,
+) -> StateBytes:
+    """Peak model-state bytes of one rank, from the layouts alone.
+
+    `optimizer_itemsize`: bytes of optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are
+    made of point-to-point messages (gloo), which need room for what they receive.
+
+    Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one gathered
+    and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached in the
+    middle of backward, or at its end when the root's gradients are reduced.
+    """
+    shards = world_size if policy.optimizer is SHARDED else 1
+    separate_master = compute_itemsize != master_itemsize
+    params = grads = master = optimizer = 0
+    for unit in units:
+        for layout in unit.layouts:
+            shard, full = layout.shard_numel(shards), layout.padded(shards)
+            params += compute_itemsize * (full if policy.params_at_rest is FULL else shard)
+            if layout.requires_grad:
+                grads += master_itemsize * (full if policy.grads is FULL else shard)
+                master += master_itemsize * shard if separate_master else 0
+                optimizer += optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(0, shards))
+
+    def gathered(unit: UnitLayout) -> int:
+        return compute_itemsize * sum(layout.padded(shards) for layout in unit.layouts)
+
+    def reducing(unit: UnitLayout) -> int:
+        return master_itemsize * sum(layout.padded(shards) for layout in unit.layouts if layout.requires_grad)
+
+    def received(unit: UnitLayout) -> int:
+        if not messages:
+            return 0
+        return master_itemsize * sum((shards - 1) * layout.shard_numel(shards) for layout in unit.layouts if layout.requires_grad)
+
+    root, blocks = units[0], units[1:]
+
+    def largest(measure: Callable[[UnitLayout], int]) -> int:
+        return max((measure(block) for block in blocks), default=0)
+
+    in_backward = at_end = 0
+    if policy.params_at_rest is SHARDED:
+        ahead = min(len(blocks) - 1, max(1, prefetch_bytes // largest(gathered))) if blocks and prefetch_bytes else 0
+        in_backward += gathered(root) + (1 + ahead) * largest(gathered)
+        at_end += gathered(root)
+    in_flight = min(2, len(blocks))
+    if policy.grads is SHARDED:
+        in_backward += reducing(root) + in_flight * largest(reducing)
+        at_end += reducing(root) + in_flight * largest(reducing)
+    in_backward += in_flight * largest(received)
+    at_end += received(root) + min(1, len(blocks)) * largest(received)
+    temporary = max(in_backward, at_end)
+    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary)

@@ -1,0 +1,95 @@
+"""The one small all-reduce of a step: gradient norm, loss, tokens, stop requests and which parameters were used, all at once.
+
+Each element of the model is counted by exactly one rank, so that the sum of squares is the exact global norm under every placement.
+A sum that is not finite is found here, before any parameter is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from framework.zero.buffer import FlatBuffer
+from framework.zero.comm import Comm
+from framework.zero.layout import ALIGN
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is infinite or NaN. Parameters and optimizer state are those of before the step."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step did, over all ranks; 0-d fp64 tensors on the device (reading one on CUDA waits for the device)."""
+
+    loss: torch.Tensor
+    """Sum of the losses / tokens."""
+    grad_norm: torch.Tensor
+    """L2 norm of the gradient of `loss`, before clipping."""
+    tokens: torch.Tensor
+    stop: torch.Tensor
+    """Number of ranks that ask to stop after this step."""
+
+
+@dataclass(frozen=True)
+class GlobalSums:
+    """The all-reduced vector, taken apart."""
+
+    square_sum: torch.Tensor
+    loss_sum: torch.Tensor
+    tokens: torch.Tensor
+    stop: torch.Tensor
+    used: torch.Tensor
+    """How many ranks used each trained parameter in this step, in the engine's order."""
+
+
+def sum_over_ranks(
+    buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor, tokens: torch.Tensor, stop: bool, device: torch.device
+) -> GlobalSums:
+    """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
+    square_sum = torch.zeros((), dtype=torch.float64, device=device)
+    used: list[float] = []
+    for buffer in buffers:
+        square_sum += _square_sum(_owned(buffer))
+        used += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
+    head = torch.stack([square_sum, loss_sum.double(), tokens.double(), torch.tensor(float(stop), dtype=torch.float64, device=device)])
+    sums = torch.cat([head, torch.tensor(used, dtype=torch.float64, device=device)])
+    world.all_reduce(sums).wait()
+    return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[4:])
+
+
+def where_not_finite(buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor) -> str:
+    """A sentence that names the ranks with a bad loss and the parameters with a bad gradient. Collective."""
+    bad_names = [
+        piece.slot.name
+        for buffer in buffers
+        for piece in buffer.pieces
+        if not bool(torch.isfinite(buffer.grad[piece.shard_start : piece.shard_stop]).all())
+    ]
+    reports = world.gather_objects((math.isfinite(float(loss_sum)), bad_names))
+    bad_ranks = [rank for rank, (finite, _) in enumerate(reports) if not finite]
+    names = list(dict.fromkeys(name for _, found in reports for name in found))
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    parts = []
+    if bad_ranks:
+        parts.append(f"the loss is not finite on rank {', '.join(map(str, bad_ranks))}")
+    if names:
+        parts.append(f"the gradient is not finite in {shown}")
+    return " and ".join(parts) or "the squared gradient norm overflows"
+
+
+def _owned(buffer: FlatBuffer) -> torch.Tensor:
+    """The part of `buffer.grad` that this rank counts: all of a shard, an equal share of what is replicated."""
+    replicas = buffer.replicate_comm
+    if replicas.size == 1:
+        return buffer.grad
+    share = -(-buffer.shard_numel // (replicas.size * ALIGN)) * ALIGN
+    return buffer.grad[replicas.rank * share : (replicas.rank + 1) * share]
+
+
+def _square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of squares, exact to about 1e-9: norms of ALIGN elements in the data type itself, their squares in fp64. Ten times as fast on CPU as an fp64
+    reduction, whose conversion is the cost."""
+    return torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square().sum()

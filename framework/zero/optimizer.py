@@ -1,0 +1,95 @@
+"""A torch optimizer moved onto shards: it keeps its class, groups and schedulers, but updates this rank's pieces of the flat masters.
+
+Every parameter of the module becomes one 1-D fp32 parameter per rank: the piece of it that this rank owns. Element-wise optimizers (AdamW,
+SGD, ...) do on the pieces exactly what they would do on the whole; a parameter that got no gradient on any rank is skipped, as
+torch skips `grad=None`, instead of being decayed by a zero gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from framework.zero import compat
+from framework.zero.buffer import FlatBuffer
+from framework.zero.layout import Piece
+
+NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
+"""Optimizers whose update of an element depends on others of the same tensor: wrong on pieces."""
+
+
+class ShardedOptimizer:
+    """`optimizer` (torch) over pieces of `buffers`. The instance given is changed in place and stays the one to set `lr` on.
+
+    Raises ValueError when the optimizer has state already, is not element-wise, or holds a parameter that is not the module's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer], originals: dict[int, nn.Parameter]) -> None:
+        """`originals`: the module's parameter now, by the `id` of the one that the optimizer was made with."""
+        if type(optimizer).__name__ in NOT_ELEMENT_WISE:
+            raise ValueError(
+                f"{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use AdamW, SGD or another optimizer "
+                "whose update of an element depends on that element alone"
+            )
+        if optimizer.state:
+            raise ValueError("the optimizer has state already: make it, give it to the engine, and load its state through the engine")
+        self.torch = optimizer
+        self.pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]] = []
+        """(buffer, index of its slot, piece, the 1-D parameter that the optimizer holds)."""
+        shards: dict[int, list[nn.Parameter]] = {}
+        for buffer in buffers:
+            index_of = {slot: index for index, slot in enumerate(buffer.layout.slots)}
+            for piece in buffer.pieces:
+                index = index_of[piece.slot]
+                shard = nn.Parameter(buffer.master.data[piece.shard_start : piece.shard_stop])
+                self.pieces.append((buffer, index, piece, shard))
+                shards.setdefault(id(buffer.parameters[index]), []).append(shard)
+        known = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
+        taken: set[int] = set()
+        for number, group in enumerate(optimizer.param_groups):
+            mine: list[nn.Parameter] = []
+            for old in group["params"]:
+                parameter = originals.get(id(old))
+                if parameter is None:
+                    raise ValueError(f"optimizer group {number} holds a tensor of shape {tuple(old.shape)} that is not a parameter of the module")
+                if id(parameter) in known:  # frozen ones have no gradient and nothing to update
+                    mine += shards.get(id(parameter), [])
+                    taken.add(id(parameter))
+            group["params"] = mine
+            group.pop("param_names", None)
+        self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in taken]
+
+    def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
+        """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
+        has looked). `is_used[offsets[id(buffer)] + slot index]` says which parameters any rank used."""
+        in_kernel = self.scales_in_kernel
+        for buffer, index, piece, shard in self.pieces:
+            if is_used[offsets[id(buffer)] + index]:
+                grad = buffer.grad[piece.shard_start : piece.shard_stop]
+                shard.grad = grad if in_kernel else grad.mul_(factor.to(grad.dtype))
+        if in_kernel:
+            self.torch.grad_scale = factor.reciprocal().float()
+            self.torch.found_inf = (~finite).float()
+        try:
+            self.torch.step()
+        finally:
+            if in_kernel:
+                del self.torch.grad_scale, self.torch.found_inf
+            for *_, shard in self.pieces:
+                shard.grad = None
+
+    @property
+    def scales_in_kernel(self) -> bool:
+        """Whether the optimizer's own kernel multiplies the gradient by the factor and skips a step that is not finite."""
+        return compat.takes_grad_scale(self.torch) and all(buffer.master_dtype is torch.float32 for buffer, *_ in self.pieces)
+
+    def state_pieces(self) -> Iterator[tuple[FlatBuffer, Piece, dict]]:
+        """Each piece with its optimizer state."""
+        for buffer, _, piece, shard in self.pieces:
+            yield buffer, piece, self.torch.state[shard]
+
+    @property
+    def state_nbytes(self) -> int:
+        return sum(value.nbytes for state in self.torch.state.values() for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,48 @@
+"""What a ZeRO stage means, as one table. Nothing else in the engine asks for the stage.
+
+Each column says at which placement a kind of model state lives: `SHARDED` over the ranks or `FULL` on each. Stages are rows over
+one mechanism (ZeRO: Rajbhandari et al. 2019, arXiv:1910.02054):
+
+    optimizer       master weights and optimizer state
+    params_at_rest  parameters between uses
+    params_kept     parameters between their forward and their backward
+    grads           gradients between the micro-batches of a step
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from framework.config.schema import ZeroConfig
+
+
+class Placement(Enum):
+    SHARDED = "sharded"
+    FULL = "full"
+
+
+SHARDED, FULL = Placement.SHARDED, Placement.FULL
+
+
+class Policy(NamedTuple):
+    optimizer: Placement
+    params_at_rest: Placement
+    params_kept: Placement
+    grads: Placement
+
+
+_STAGES = {
+    0: Policy(optimizer=FULL, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    1: Policy(optimizer=SHARDED, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    2: Policy(optimizer=SHARDED, params_at_rest=FULL, params_kept=FULL, grads=SHARDED),
+    3: Policy(optimizer=SHARDED, params_at_rest=SHARDED, params_kept=SHARDED, grads=SHARDED),
+}
+
+
+def policy_of(zero: ZeroConfig) -> Policy:
+    """The row of the table that `zero` asks for. Raises ValueError for an unknown stage."""
+    if zero.stage not in _STAGES:
+        raise ValueError(f"ZeroConfig.stage: got {zero.stage!r}, expected one of {list(_STAGES)}")
+    policy = _STAGES[zero.stage]
+    return policy if zero.reshard_after_forward else policy._replace(params_kept=FULL)

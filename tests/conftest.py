@@ -1,0 +1,35 @@
+"""Fixtures for every test: ranks in worker processes, one thread per process, and no network.
+
+The suite never reaches for a model hub: what it needs beyond the repository comes from installed packages.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before anything imports torch. Many processes share few cores here: two threads each would make all of them several times slower.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(
+    {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+)
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would otherwise look up the machine's name, which need not resolve
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """The session's worker processes (tests/pool.py)."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(rank_pool):
+    """`results = ranks(4, function, *args, timeout=60)`: run a module-level function on 4 ranks of a real process group (gloo)."""
+    return rank_pool.run

@@ -4,8 +4,8 @@ The docstring under each field is the reference: meaning, unit, what None stands
 from it. Each room of the framework takes its own dataclass (`ZeroEngine(model, ZeroConfig(stage=3), ...)`), so the same words
 serve recipes and plain scripts. Nothing here imports torch or Hydra.
 
-Unusual: the dataclasses are frozen and use `Literal`, which OmegaConf cannot type; `compose.py` derives the mutable twins that
-Hydra needs and turns the composed result back into these.
+Unusual: the dataclasses are frozen and use `Literal`, which OmegaConf cannot type; Hydra composes plain values and `typed.py` turns the
+result into these, with all problems at once.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Group `optimizer`."""
+    """Group `optimizer`: how gradients become new parameters."""
 
     name: Literal["adamw"] = "adamw"
     lr: float = 2e-5
@@ -209,6 +209,8 @@ class TrainerConfig:
     """Cadence of the progress line, metrics.csv and trackers, in optimizer steps."""
     collective_timeout_seconds: int = 1800
     """A rank that waits longer for the others ends the run."""
+    stop_grace_seconds: float = 25.0
+    """After Ctrl-C or SIGTERM the ranks finish their step and save; those that are still in a step after this time are killed."""
 
 
 @dataclass(frozen=True, kw_only=True)

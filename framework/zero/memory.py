@@ -49,6 +49,7 @@ def state_bytes(
     policy: Policy,
     world_size: int,
     *,
+    rank: int = 0,
     compute_itemsize: int,
     master_itemsize: int = 4,
     optimizer_itemsize: int = 8,
@@ -74,7 +75,7 @@ def state_bytes(
             if layout.requires_grad:
                 grads += master_itemsize * (full if policy.grads is FULL else shard)
                 master += master_itemsize * shard if separate_master else 0
-                optimizer += optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(0, shards))
+                optimizer += optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
 
     def gathered(unit: UnitLayout) -> int:
         return compute_itemsize * sum(layout.padded(shards) for layout in unit.layouts)

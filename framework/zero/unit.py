@@ -18,10 +18,12 @@ Inputs and outputs are watched by tensor hooks, not by identity autograd functio
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from framework.zero import compat
@@ -30,6 +32,17 @@ from framework.zero.policy import SHARDED
 
 if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
+
+
+_MADE_BY = "_zero_made_by"
+
+
+@dataclass
+class _MadeBy:
+    """Noted on an output: the unit whose backward begins with it, and the hook that says so."""
+
+    unit: Unit
+    handle: RemovableHandle
 
 
 class Unit:
@@ -104,7 +117,16 @@ class Unit:
         watched = {id(t): t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad}
         self._inputs_left += len(watched)
         for tensor in watched.values():
-            tensor.register_hook(self._input_done)
+            self._watch_input(tensor)
+
+    def _watch_input(self, tensor: torch.Tensor) -> None:
+        """Hook `tensor` so that this unit is done before the unit that made it begins: the one can be released before the other is gathered."""
+        made_by = getattr(tensor, _MADE_BY, None)
+        if made_by is not None:
+            made_by.handle.remove()
+        tensor.register_hook(self._input_done)
+        if made_by is not None:
+            made_by.handle = tensor.register_hook(made_by.unit._begin_backward)
 
     def leave(self, out: Any) -> Any:
         """After a block's forward; returns what replaces `out`, or None."""
@@ -128,7 +150,7 @@ class Unit:
                 if compat.is_view(leaf) and not self.permanent:
                     leaf = leaves[index] = leaf.clone()  # torch drops the hooks of a view that is later changed in place
                     replaced = True
-                leaf.register_hook(self._begin_backward)
+                setattr(leaf, _MADE_BY, _MadeBy(self, leaf.register_hook(self._begin_backward)))
         return tree_unflatten(leaves, spec) if replaced else None
 
     def _check_leaf(self, leaf: Any) -> None:

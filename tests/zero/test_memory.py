@@ -1,0 +1,103 @@
+"""Bytes: the engine's meter against storages that really exist, and both against the closed formula."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero.memory import state_bytes
+from framework.zero.policy import policy_of
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all storages that Python can reach, each once."""
+    gc.collect()
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    return sum(storages.values())
+
+
+def train(zero: ZeroConfig, precision: PrecisionConfig) -> dict:
+    torch.manual_seed(0)
+    model = Model()
+    before = live_tensor_bytes() - sum(p.nbytes for p in model.parameters())
+    engine = ZeroEngine(model, zero, precision, optimizer=torch.optim.AdamW(model.parameters(), fused=True))
+    for _ in range(3):
+        engine.backward(engine.module(torch.arange(12).view(3, 4)), 12)
+        engine.step()
+    formula = state_bytes(
+        engine.layouts,
+        policy_of(zero),
+        dist.get_world_size(),
+        rank=dist.get_rank(),
+        compute_itemsize=engine.compute_dtype.itemsize,
+        prefetch_bytes=zero.prefetch_bytes,
+        messages=True,
+    )
+    return {"peak": engine.memory.peak, "formula": formula, "current": engine.memory.current, "live": live_tensor_bytes() - before}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero", [ZeroConfig(stage=s, prefetch_bytes=b) for s, b in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 300_000))], ids=str)
+def test_peak_model_state_is_the_formula_within_two_percent(ranks, zero: ZeroConfig, compute_dtype: str, world_size: int) -> None:
+    for result in ranks(world_size, train, zero, PrecisionConfig(compute_dtype=compute_dtype)):
+        assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)
+        assert result["current"] == pytest.approx(result["live"], rel=0.02)
+
+
+def test_stage_3_needs_a_fourth_on_four_ranks_but_for_what_is_in_use(ranks) -> None:
+    one = ranks(1, train, ZeroConfig(stage=0), PrecisionConfig())[0]["formula"]
+    four = ranks(4, train, ZeroConfig(stage=3), PrecisionConfig())[0]["formula"]
+    assert four.total - four.temporary == pytest.approx((one.total - one.temporary) / 4, rel=0.02)
+
+
+def build_from_meta() -> tuple[int, int]:
+    """Build on the meta device from a reader; the largest sum of storages alive while reading."""
+    with torch.device("meta"):
+        model = Model(blocks=6)
+    peaks = [0]
+    before = live_tensor_bytes()
+
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        if "up.weight" in name:
+            peaks[0] = max(peaks[0], live_tensor_bytes() - before)
+        return torch.full((stop - start,), float(len(name)))
+
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=torch.optim.AdamW(model.parameters()), read=read)
+    with engine.gathered():
+        assert all(bool((p == len(name)).all()) for name, p in model.named_parameters())
+    return max(peaks[0], live_tensor_bytes() - before), sum(4 * p.numel() for p in model.parameters())
+
+
+def test_no_rank_holds_the_whole_model_at_stage_3_while_it_is_built(ranks) -> None:
+    for peak, whole in ranks(4, build_from_meta):
+        assert peak < 2.2 * whole / 4  # its shard of parameters and of gradients, and one unit

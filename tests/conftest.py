@@ -22,14 +22,8 @@ from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")
-def rank_pool():
-    """The session's worker processes (tests/pool.py)."""
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def ranks(rank_pool):
+def ranks():
     """`results = ranks(4, function, *args, timeout=60)`: run a module-level function on 4 ranks of a real process group (gloo)."""
-    return rank_pool.run
+    pool = Pool()
+    yield pool.run
+    pool.close()

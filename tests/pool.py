@@ -1,4 +1,4 @@
-"""A pool of worker processes that lasts a whole test session, so that a test over several ranks costs milliseconds and not an import of torch.
+"""Worker processes that last a whole run of pytest, so that a test over several ranks costs milliseconds and no import of torch.
 
 `pool.run(4, function, *args)` calls a module-level `function` on each of 4 processes, which already share a gloo process group of world
 size 4 as their default group, and returns what they returned, in rank order. Processes are forked from a server that has imported torch
@@ -37,7 +37,7 @@ STACK_SIGNAL = signal.SIGUSR2
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
 """Never reached: the timeout of a call is shorter, and shows where each rank was."""
 SLOW_IMPORTS = ("lightning.pytorch", "transformers")
-"""Imported once, by the server, where the session's tests have imported them: its forks then have them too."""
+"""Imported once, by the server, where the tests have imported them: its forks then have them too."""
 
 
 class RanksFailed(Exception):
@@ -54,7 +54,7 @@ class Pool:
         self.crews: dict[int, Crew] = {}
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-        """`function(*args)` on each of `world_size` ranks; results in rank order, or `RanksFailed` after at most about `timeout` seconds."""
+        """`function(*args)` on each of `world_size` ranks; results in rank order, or `RanksFailed` after about `timeout` seconds."""
         __tracebackhide__ = True
         crew = self.crews.pop(world_size, None) or Crew(self.context, world_size, self.folder)
         try:
@@ -162,8 +162,8 @@ class Crew:
 
 def _worker(pipe: connection.Connection, rank: int, world_size: int, output: str) -> None:
     """The life of one worker: calls, one after the other, until the pipe closes or a call fails."""
-    threading.Thread(target=_end_with_session, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session, which then ends its workers
+    threading.Thread(target=_end_with_pytest, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends its workers
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -200,8 +200,8 @@ def _worker(pipe: connection.Connection, rank: int, world_size: int, output: str
         pipe.send(("returned", reply))
 
 
-def _end_with_session() -> None:
-    """No orphans, not even of a session that was killed: a worker in a hanging collective would not notice that its pipe has closed."""
+def _end_with_pytest() -> None:
+    """No orphans, not even of a pytest that was killed: a worker in a hanging collective would not notice that its pipe has closed."""
     parent_process().join()
     os._exit(1)
 

@@ -162,7 +162,7 @@ def test_a_function_that_cannot_be_sent_fails_in_the_caller_and_the_next_call_wo
     assert ranks(2, process_id)
 
 
-SESSION = """
+RUN = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from tests import test_pool
@@ -175,15 +175,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_worker_outlives_a_session_that_is_interrupted_or_killed_in_a_call(tmp_path, number):
-    script = tmp_path / "session.py"
-    script.write_text(SESSION.format(root=str(ROOT)))
-    session = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    workers = [int(pid) for pid in session.stdout.readline().split()]
+def test_no_worker_outlives_a_run_that_is_interrupted_or_killed_in_a_call(tmp_path, number):
+    script = tmp_path / "run.py"
+    script.write_text(RUN.format(root=str(ROOT)))
+    run = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in run.stdout.readline().split()]
     assert len(workers) == 2 and all(_alive(pid) for pid in workers)
     time.sleep(0.3)  # into the second call
-    session.send_signal(number)
-    session.communicate(timeout=30)
+    run.send_signal(number)
+    run.communicate(timeout=30)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and any(_alive(pid) for pid in workers):
         time.sleep(0.05)

@@ -193,9 +193,9 @@ class TrainerConfig:
     """Group `trainer`: steps, batches and ranks."""
 
     max_steps: int | None = None
-    """Optimizer steps; set this or `epochs`."""
+    """Optimizer steps; with `epochs` set, too, the run ends with what comes first."""
     epochs: float | None = None
-    """Passes over the training data."""
+    """Passes over the training data; may be a fraction."""
     micro_batch_size: int | None = None
     """Samples per rank in one forward. Of micro, accumulate and global, the missing one is computed."""
     accumulate: int | None = None

@@ -1,9 +1,9 @@
 """One flat buffer: the storage behind all parameters of a layout, and how it is gathered, released, filled with gradients and reduced.
 
-Parameters are *permanent views* of `full`; gathering and releasing only resizes the storage below them, so that nothing is copied in or
-out and views that autograd saved see the refilled data. Reading a released parameter is a loud error of torch ("setStorage ... out of bounds"),
-never silent garbage. All writes go through `alias`, which has a version counter of its own: autograd does not take a gather for an
-in-place change of the parameters.
+Parameters are views of `full`; gathering and releasing only resizes the storage below them, so that nothing is copied in or
+out and views that autograd saved see the refilled data. A released parameter keeps its shape and reads as NaN: it can be printed, and a
+use that was not announced poisons the loss, which the step refuses, instead of giving wrong numbers. All writes go through `alias`,
+which has a version counter of its own: autograd does not take a gather for an in-place change of the parameters.
 
     full    compute dtype  [S * N]  the parameters; storage present or released
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
@@ -93,6 +93,8 @@ class FlatBuffer:
         self.start = shard_comm.rank * self.shard_numel
         self.permanent = policy.params_at_rest is FULL
         self.parameters: list[nn.Parameter] = []
+        self._views: list[torch.Tensor] = []
+        self._released: list[torch.Tensor] = []
 
         self.full = torch.zeros(self.padded, dtype=compute_dtype, device=device)
         self._storage, self._full_bytes = self.full.untyped_storage(), self.full.nbytes
@@ -140,6 +142,18 @@ class FlatBuffer:
         """`slot`'s parameter as a view of `full`; its storage may be released later."""
         return self.full[slot.offset : slot.stop].view(slot.shape)
 
+    def bind(self, parameters: list[nn.Parameter]) -> None:
+        """Make `parameters`, one for each slot, views of `full` for as long as its storage is there."""
+        self.parameters = parameters
+        self._views = [self.view(slot) for slot in self.layout.slots]
+        nan = torch.full((), torch.nan, dtype=self.compute_dtype, device=self.full.device)
+        self._released = [nan.expand(slot.shape) for slot in self.layout.slots]
+        self._point_at(self._views)
+
+    def _point_at(self, tensors: list[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
+
     @property
     def pieces(self) -> list[Piece]:
         """The parts of parameters that this rank owns, located in `shard`, `master` and `grad`."""
@@ -167,6 +181,7 @@ class FlatBuffer:
             self._storage.resize_(self._full_bytes)
             self.meter.add("gathered", self._full_bytes)
             self.present = True
+            self._point_at(self._views)
         self.stale = False
         self._gathering = self.shard_comm.all_gather(self.alias, self.shard, self.gather_tag)
 
@@ -180,6 +195,7 @@ class FlatBuffer:
         if self.permanent or not self.present:
             return
         self.wait()
+        self._point_at(self._released)
         self._storage.resize_(0)
         self.meter.add("gathered", -self._full_bytes)
         self.present = False
@@ -189,7 +205,7 @@ class FlatBuffer:
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         if self.present:
-            self.stale = self.shard_comm.size > 1
+            self.stale = self.shard_comm.size > 1 or not self.permanent
 
     # -- gradients ------------------------------------------------------------------------------------------------------------
 
@@ -269,5 +285,5 @@ class FlatBuffer:
         self._reduced = False
         for parameter in self.parameters:
             parameter.grad = None
-        self.stale = self.present and self.shard_comm.size > 1
+        self.stale = self.present and (self.shard_comm.size > 1 or not self.permanent)
         self.release()

@@ -84,9 +84,7 @@ class Comm:
             work = compat.reduce_scatter_single(target, full, group=self.group, async_op=True)
             return Handle([work], finish=(lambda: _put(out, target, True)) if add else None, keep=(full, target))
         received = full.new_empty(self.size - 1, numel)  # [peers in rank order, S]
-        works = [
-            dist.irecv(received[row], group=self.group, group_src=peer, tag=tag) for row, peer in enumerate(sorted(self._peers()))
-        ]
+        works = [dist.irecv(received[row], group=self.group, group_src=peer, tag=tag) for row, peer in enumerate(sorted(self._peers()))]
         for peer in self._peers():
             works.append(dist.isend(full[peer * numel : (peer + 1) * numel], group=self.group, group_dst=peer, tag=tag))
 

@@ -72,7 +72,10 @@ def self_test() -> None:
     out.sum().backward()
     expected = [(True, [True, False]), "accumulated", "end"]
     if outside != -1 or events != expected:
-        raise RuntimeError(f"torch {torch.__version__} orders backward hooks differently: got {events} (outside: {outside}), expected {expected} (outside: -1)")
+        raise RuntimeError(
+            f"torch {torch.__version__} orders backward hooks differently: got {events} (outside: {outside}), "
+            f"expected {expected} (outside: -1)"
+        )
 
     if is_view(torch.ones(2)) or not is_view(torch.ones(2).view(1, 2)):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._is_view answers differently")

@@ -5,8 +5,8 @@
     engine.backward(loss_sum, tokens)              # gradients are reduced while backward runs
     stats = engine.step()                          # one small all-reduce, clip, update this rank's shard
 
-A loss is a SUM and comes with its share of the denominator (`tokens`): ranks and micro-batches contribute sums, `step` divides once by the global number.
-So batch split, accumulation and world size do not change the result.
+A loss is a SUM and comes with its share of the denominator (`tokens`): ranks and micro-batches contribute sums, `step` divides once by
+the global number. So batch split, accumulation and world size do not change the result.
 
 [Note: canonical reduce order] Gradients are reduced in reverse registration order of the units, on every rank, whatever its control flow:
 a unit that a rank did not use contributes zeros at its turn. What must be the same on all ranks is the order in which *units* run
@@ -33,7 +33,7 @@ from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, SHARDED, policy_of
+from framework.zero.policy import SHARDED, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.unit import Unit
 
@@ -46,7 +46,8 @@ class ZeroEngine:
             Its parameters stay the same objects unless they were on the meta device.
         zero: stage and prefetching.
         precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64).
-        optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place. None: evaluation only.
+        optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
+            None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
         group: data-parallel ranks; None: the default group where torch.distributed is initialised, else this process alone.
         device: where shards live; None: the current CUDA device for a CUDA backend, else the CPU.
@@ -145,8 +146,8 @@ class ZeroEngine:
     def step(self) -> StepStats:
         """Finish the reduction, clip, update, and forget the gradients. Collective.
 
-        Raises NonFiniteError naming step, rank and parameter where the loss or a gradient is not finite, before anything has changed (on CUDA with a fused
-        optimizer the update is skipped on the device and the error comes with the next step).
+        Raises NonFiniteError naming step, rank and parameter where the loss or a gradient is not finite, before anything has changed
+        (on CUDA with a fused optimizer the update is skipped on the device and the error comes with the next step).
         """
         self._check_last_step()
         self._reduce_leftovers()
@@ -238,7 +239,8 @@ class ZeroEngine:
         self.prefetch.end()
         for unit in self.units:
             unit.begin_pass()
-            unit.release()
+            if unit.name or not self._depth:  # else the root is in use still: backward was called inside a wrapped method
+                unit.release()
 
     def _reduce_leftovers(self) -> None:
         """Gradients of micro-batches that were all said not to be the last one."""
@@ -345,13 +347,11 @@ class ZeroEngine:
             )
             old = [originals[slot.name] for slot in layout.slots]
             if any(p.is_meta for p in old) and self.device.type != "meta":
-                buffer.parameters = [self._replace_meta(slot, p, buffer) for slot, p in zip(layout.slots, old, strict=True)]
+                buffer.bind([self._replace_meta(slot, p, buffer) for slot, p in zip(layout.slots, old, strict=True)])
             else:
                 if self.device.type != "meta":
                     load.fill_from_module(buffer, old)
-                buffer.parameters = old
-                for slot, parameter in zip(layout.slots, old, strict=True):
-                    parameter.data = buffer.view(slot)
+                buffer.bind(old)
             buffers.append(buffer)
             self.buffers.append(buffer)
         was_meta = any(originals[slot.name].is_meta for layout in planned.layouts for slot in layout.slots)
@@ -377,7 +377,8 @@ class ZeroEngine:
             for name, value in submodule.named_buffers(recurse=False):
                 if value.is_meta and self.device.type != "meta":
                     raise TypeError(
-                        f"buffer {module_name}.{name} is on the meta device and cannot be filled: compute it in forward, or build the module with real buffers"
+                        f"buffer {module_name}.{name} is on the meta device and cannot be filled: compute it in forward, or build the "
+                        "module with real buffers"
                     )
                 moved = value.to(self.device)
                 if self.device.type != "meta":

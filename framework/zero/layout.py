@@ -1,8 +1,8 @@
 """Where every parameter lies: units, flat spaces and shards. Pure arithmetic; the only tensors seen here are asked for their shape.
 
 A *unit* is a module whose parameters are gathered and released together: each repeated block is one, the rest belongs to the
-root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad`; offsets are multiples of `ALIGN` and do **not** depend
-on the world size: only the padding at the tail does. Resharding is therefore slicing of intervals, and a piece of a
+root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad`; offsets are multiples of `ALIGN` and do
+**not** depend on the world size: only the padding at the tail does. Resharding is therefore slicing of intervals, and a piece of a
 parameter is a contiguous range of its flattened elements.
 
     unit `layers.3`   | q_proj      | k_proj   | ... | norm |pad|        rank r of N owns [r*S, (r+1)*S), S = shard_numel(N)

@@ -1,7 +1,7 @@
 """Filling the shards: from a reader of byte ranges, from the module as it is, or by seeded random initialisation.
 
-In every case the values are the same for each ZeRO stage and world size, and no rank holds more than one whole unit at a time; with a reader it holds
-only its own ranges.
+In every case the values are the same for each ZeRO stage and world size, and no rank holds more than one whole unit at a time; with a
+reader it holds only its own ranges.
 """
 
 from __future__ import annotations
@@ -60,15 +60,19 @@ def fill_by_reset(module: nn.Module, buffers: list[FlatBuffer], seed: int) -> No
             reset = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
             if reset is None:
                 raise TypeError(
-                    f"{name or 'the model'} ({type(submodule).__name__}) owns {names[id(own[0])]} on the meta device and has no reset_parameters(): "
-                    "give it one, or give the engine a `read` function for the weights"
+                    f"{name or 'the model'} ({type(submodule).__name__}) owns {names[id(own[0])]} on the meta device and has no "
+                    "reset_parameters(): give it one, or give the engine a `read` function for the weights"
                 )
+            elsewhere = {p: p.data for p in submodule.parameters(recurse=False) if id(p) not in mine and not p.is_meta}
+            for tied in elsewhere:  # owned by another unit, which has filled it: this call gets something else to write to
+                tied.data = torch.empty_like(tied, memory_format=torch.contiguous_format)
             torch.manual_seed(_seed_of(seed, name))
             with torch.no_grad():
                 reset()
+            for tied, data in elsewhere.items():
+                tied.data = data
     for buffer, full in zip(buffers, fulls, strict=True):
-        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-            parameter.data = buffer.view(slot)
+        buffer.bind(buffer.parameters)
         _keep_shard(buffer, full)
 
 

@@ -1,6 +1,7 @@
 """Bytes of model state on one rank: a meter that the engine's allocations go through, and the closed formula to hold it against.
 
-Model state is parameters, gradients, master weights and optimizer state, with the temporary buffers that gathering and reducing need; activations are not part of it.
+Model state is parameters, gradients, master weights and optimizer state, with the temporary buffers that gathering and reducing need;
+activations are not part of it.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def state_bytes(
     `optimizer_itemsize`: bytes of optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are
     made of point-to-point messages (gloo), which need room for what they receive.
 
-    Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one gathered
-    and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached in the
-    middle of backward, or at its end when the root's gradients are reduced.
+    Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
+    gathered and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached
+    in the middle of backward, or at its end when the root's gradients are reduced.
     """
     shards = world_size if policy.optimizer is SHARDED else 1
     separate_master = compute_itemsize != master_itemsize

@@ -90,6 +90,6 @@ def _owned(buffer: FlatBuffer) -> torch.Tensor:
 
 
 def _square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares, exact to about 1e-9: norms of ALIGN elements in the data type itself, their squares in fp64. Ten times as fast on CPU as an fp64
-    reduction, whose conversion is the cost."""
+    """Sum of squares, exact to about 1e-9: norms of ALIGN elements in the data type itself, their squares in fp64. Ten times as fast on
+    CPU as an fp64 reduction, whose conversion is the cost."""
     return torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square().sum()

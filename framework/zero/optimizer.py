@@ -30,8 +30,8 @@ class ShardedOptimizer:
         """`originals`: the module's parameter now, by the `id` of the one that the optimizer was made with."""
         if type(optimizer).__name__ in NOT_ELEMENT_WISE:
             raise ValueError(
-                f"{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use AdamW, SGD or another optimizer "
-                "whose update of an element depends on that element alone"
+                f"{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use AdamW, SGD or another "
+                "optimizer whose update of an element depends on that element alone"
             )
         if optimizer.state:
             raise ValueError("the optimizer has state already: make it, give it to the engine, and load its state through the engine")
@@ -53,7 +53,9 @@ class ShardedOptimizer:
             for old in group["params"]:
                 parameter = originals.get(id(old))
                 if parameter is None:
-                    raise ValueError(f"optimizer group {number} holds a tensor of shape {tuple(old.shape)} that is not a parameter of the module")
+                    raise ValueError(
+                        f"optimizer group {number} holds a tensor of shape {tuple(old.shape)} that is not a parameter of the module"
+                    )
                 if id(parameter) in known:  # frozen ones have no gradient and nothing to update
                     mine += shards.get(id(parameter), [])
                     taken.add(id(parameter))

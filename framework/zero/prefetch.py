@@ -1,7 +1,7 @@
 """Gathering ahead: replay of the order in which units were used last time, under a budget of bytes.
 
-The order is recorded in every pass (one forward with its backward, or one forward without gradients) and followed in the next one as long as
-it holds. A deviation only stops prefetching for the rest of the pass; nothing has to be declared and nothing can go
+The order is recorded in every pass (one forward with its backward, or one forward without gradients) and followed in the next one as
+long as it holds. A deviation only stops prefetching for the rest of the pass; nothing has to be declared and nothing can go
 stale: what was gathered in vain is released at the end of the pass.
 """
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def full_tensors(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (name, whole parameter) in layout order: trained ones from the fp32 masters, frozen ones in the compute dtype; a tied parameter once, under
-    its first name. At most one unit is held at a time; ranks other than 0 get None."""
+    """Yield (name, whole parameter) in layout order: trained ones from the fp32 masters, frozen ones in the compute dtype; a tied
+    parameter once, under its first name. At most one unit is held at a time; ranks other than 0 get None."""
     for buffer in engine.buffers:
         source = buffer.master if buffer.layout.requires_grad else buffer.shard
         yield from _whole(engine, buffer, source)
@@ -40,7 +40,9 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
     for found in engine.world.gather_objects(scalars):
         for name, values in found.items():
             merged.setdefault(name, {}).update(values)
-    keys = sorted(set().union(*engine.world.gather_objects({k for b in by_buffer.values() for p, s in b for k, v in s.items() if _is_flat(v, p)})))
+    keys = sorted(
+        set().union(*engine.world.gather_objects({k for b in by_buffer.values() for p, s in b for k, v in s.items() if _is_flat(v, p)}))
+    )
     for buffer in (b for b in engine.buffers if b.layout.requires_grad):
         for key in keys:
             shard = torch.zeros_like(buffer.master)
@@ -75,7 +77,7 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
     sharded = engine.sharded_optimizer
     if sharded is None:
         return
-    for buffer, _, piece, shard in sharded.pieces:
+    for _, _, piece, shard in sharded.pieces:
         saved = state["optimizer"].get(piece.slot.name)
         if saved is None:
             continue

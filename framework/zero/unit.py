@@ -9,11 +9,12 @@ What happens when, for one unit (a repeated block or the root):
     inputs' grads      = nothing of this call is left to compute
     release            when the gradients are complete AND every call's inputs have their gradients
 
-[Note: two conditions to release] A countdown of trained parameters alone frees a frozen weight (LoRA's base) while the gradient of the unit's
-input still needs it; the inputs alone never fire where they need no gradient. Complete gradients start the reduction, both together release. Where neither can
-be relied upon, the end of backward sweeps.
+[Note: two conditions to release] A countdown of trained parameters alone frees a frozen weight (LoRA's base) while the gradient of the
+unit's input still needs it; the inputs alone never fire where they need no gradient. Complete gradients start the reduction, both together
+release. Where neither can be relied upon, the end of backward sweeps.
 
-Inputs and outputs are watched by tensor hooks, not by identity autograd functions: a block may modify its inputs in place, and outputs may be any pytree.
+Inputs and outputs are watched by tensor hooks, not by identity autograd functions: a block may modify its inputs in place, and outputs
+may be any pytree.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from framework.zero import compat
 from framework.zero.buffer import FlatBuffer
@@ -59,7 +60,9 @@ class Unit:
                 self._nodes.append(compat.accumulate_node(parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._grad_hook(buffer, index)))
         if name:  # the engine enters the root itself: at its forward and at wrapped methods
-            self._hooks.append(module.register_forward_pre_hook(lambda _, args, kwargs: self.enter(args, kwargs), with_kwargs=True, prepend=True))
+            self._hooks.append(
+                module.register_forward_pre_hook(lambda _, args, kwargs: self.enter(args, kwargs), with_kwargs=True, prepend=True)
+            )
             self._hooks.append(module.register_forward_hook(lambda _, args, out: self.leave(out)))
 
     def begin_pass(self) -> None:
@@ -120,7 +123,8 @@ class Unit:
             self._watch_input(tensor)
 
     def _watch_input(self, tensor: torch.Tensor) -> None:
-        """Hook `tensor` so that this unit is done before the unit that made it begins: the one can be released before the other is gathered."""
+        """Hook `tensor` so that this unit is done before the unit that made it begins: the one can be released before the other is
+        gathered."""
         made_by = getattr(tensor, _MADE_BY, None)
         if made_by is not None:
             made_by.handle.remove()
@@ -157,8 +161,9 @@ class Unit:
         if not self.permanent and not isinstance(leaf, str | bytes | int | float | bool | type(None)) and hasattr(leaf, "__dict__"):
             if any(isinstance(value, torch.Tensor) and value.requires_grad for value in vars(leaf).values()):
                 raise TypeError(
-                    f"{self.name or 'the model'} returned a {type(leaf).__name__} that holds tensors and is no pytree, so their backward cannot be "
-                    "seen: return tensors, tuples, lists or dicts, or register the class with torch.utils._pytree.register_pytree_node"
+                    f"{self.name or 'the model'} returned a {type(leaf).__name__} that holds tensors and is no pytree, so their backward "
+                    "cannot be seen: return tensors, tuples, lists or dicts, or register the class with "
+                    "torch.utils._pytree.register_pytree_node"
                 )
 
     # -- backward -------------------------------------------------------------------------------------------------------------

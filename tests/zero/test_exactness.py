@@ -12,7 +12,9 @@ from tests.zero import zoo
 STEPS, MICROS, CLIP = 3, 4, 0.5
 
 
-def train_sharded(name: str, zero: ZeroConfig, compute_dtype: str = "float64", clip: float | None = CLIP, promise_last: bool = True) -> dict:
+def train_sharded(
+    name: str, zero: ZeroConfig, compute_dtype: str = "float64", clip: float | None = CLIP, promise_last: bool = True
+) -> dict:
     """The same global batches, dealt out to the ranks of the default group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = zoo.make(name, torch.float64 if compute_dtype == "float64" else torch.float32)
@@ -35,10 +37,18 @@ def assert_equal(sharded: list[dict], plain: dict, tolerance: float) -> None:
         assert result["loss"] == pytest.approx(plain["loss"], rel=tolerance)
         assert result["norm"] == pytest.approx(plain["norm"], rel=tolerance)
     for name, tensor in sharded[0]["model"].items():
-        torch.testing.assert_close(tensor, plain["model"][name].to(tensor.dtype), rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            tensor, plain["model"][name].to(tensor.dtype), rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
-STAGES = [ZeroConfig(stage=0), ZeroConfig(stage=1), ZeroConfig(stage=2), ZeroConfig(stage=3), ZeroConfig(stage=3, reshard_after_forward=False)]
+STAGES = [
+    ZeroConfig(stage=0),
+    ZeroConfig(stage=1),
+    ZeroConfig(stage=2),
+    ZeroConfig(stage=3),
+    ZeroConfig(stage=3, reshard_after_forward=False),
+]
 
 
 @pytest.mark.parametrize("zero", STAGES, ids=lambda z: f"stage{z.stage}{'' if z.reshard_after_forward else 'keep'}")

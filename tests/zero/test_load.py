@@ -82,7 +82,12 @@ def resumed(stage_before: int, stage_after: int, saved: dict | None) -> tuple[li
     """Train two steps, save; or load and train two more."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = zoo.make("Unused", seed=1 if saved is None else 9)
-    engine = ZeroEngine(model, ZeroConfig(stage=stage_before if saved is None else stage_after), PrecisionConfig(compute_dtype="float64"), optimizer=zoo.adamw(model))
+    engine = ZeroEngine(
+        model,
+        ZeroConfig(stage=stage_before if saved is None else stage_after),
+        PrecisionConfig(compute_dtype="float64"),
+        optimizer=zoo.adamw(model),
+    )
     steps = zoo.micro_batches(4, 4)
     if saved is not None:
         engine.load_state_dict(saved)

@@ -67,7 +67,9 @@ def train(zero: ZeroConfig, precision: PrecisionConfig) -> dict:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("zero", [ZeroConfig(stage=s, prefetch_bytes=b) for s, b in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 300_000))], ids=str)
+@pytest.mark.parametrize(
+    "zero", [ZeroConfig(stage=s, prefetch_bytes=b) for s, b in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 300_000))], ids=str
+)
 def test_peak_model_state_is_the_formula_within_two_percent(ranks, zero: ZeroConfig, compute_dtype: str, world_size: int) -> None:
     for result in ranks(world_size, train, zero, PrecisionConfig(compute_dtype=compute_dtype)):
         assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)

@@ -35,7 +35,9 @@ class Plain(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.body(self.embed(ids[:, :-1]))).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            self.head(self.body(self.embed(ids[:, :-1]))).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+        )
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -1,0 +1,232 @@
+"""What one rank does with a recipe: data, plan, build, fit, export. Each step is one call, in this order, in `run`.
+
+Data are prepared before the ranks meet, by the first rank of each machine, so that tokenising may take as long as it takes. Rank 0
+prints and writes; all ranks compute the same plan and compare it before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from framework.checkpoint.export import export_folder
+from framework.config.hardware import world_size
+from framework.config.schema import RecipeConfig
+from framework.data.batches import EvalBatches, StepBatches
+from framework.data.dataset import TokenDataset
+from framework.data.prepare import Prepared, prepare
+from framework.data.show import render_sample
+from framework.models.pretrained import Pretrained, open_pretrained
+from framework.models.tokenizer import load_tokenizer
+from framework.plan.describe import describe
+from framework.plan.plan import DataFacts, Plan, make_plan
+from framework.ranks import Place, launched
+from framework.train.callbacks.agreement import Agreement
+from framework.train.callbacks.failure import FailureReporter
+from framework.train.callbacks.plot import PlotMetrics
+from framework.train.callbacks.progress import Progress
+from framework.train.callbacks.stop import GracefulStop
+from framework.train.loggers import Tracker, build_tracker
+from framework.train.metrics import MetricsFile
+from framework.train.module import CausalLMModule
+from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, write_summary
+from framework.train.strategy import ZeroStrategy
+from framework.train.trainer import build_strategy, build_trainer
+from framework.worker import is_supervised
+
+WAIT_SECONDS = 0.1
+
+
+def run(recipe: RecipeConfig, run_dir: Path) -> None:
+    """Train `recipe` as the rank that the environment says; everything that stays goes to `run_dir`.
+
+    Raises UserError for what the user can mend, NonFiniteError when the loss or a gradient is.
+    """
+    place = launched(os.environ)
+    is_first = place.rank == 0
+    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
+    tokenizer = load_tokenizer(recipe.model) if place.local_rank == 0 else None
+    prepared = prepare_once(recipe, tokenizer, run_dir, place)
+    plan = plan_of(recipe, pretrained, prepared, place.world_size)
+    if is_first:
+        introduce(plan, prepared, tokenizer, run_dir)
+
+    tracker = build_tracker(recipe, run_dir) if is_first else Tracker()
+    metrics = MetricsFile(run_dir / METRICS) if is_first else None
+    module = build_module(plan)
+    strategy = build_strategy(recipe, pretrained.read if pretrained else None)
+    stop = GracefulStop(run_dir if is_supervised() else None, supervised=is_supervised())
+    progress = Progress(
+        metrics,
+        tracker,
+        total_steps=plan.steps.total_steps,
+        steps_per_epoch=plan.steps.steps_per_epoch,
+        log_every_n_steps=recipe.trainer.log_every_n_steps,
+    )
+    trainer = build_trainer(
+        recipe,
+        strategy,
+        total_steps=plan.steps.total_steps,
+        run_dir=run_dir,
+        callbacks=[FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, PlotMetrics(run_dir, recipe.name)],
+        loggers=tracker.loggers,
+    )
+    succeeded = False
+    try:
+        trainer.fit(module, *batches(plan, prepared, place))
+        if recipe.checkpoint.export:
+            export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
+        succeeded = True
+        if is_first:
+            conclude(strategy, progress, module, stop, run_dir)
+    finally:
+        tracker.finish("success" if succeeded else "failed")
+        if metrics is not None:
+            metrics.close()
+    strategy.close()
+
+
+def preview(recipe: RecipeConfig) -> str:
+    """What `run` would do on this machine, as it would print it. Reads and tokenises the data."""
+    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
+    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=True)
+    return page(plan_of(recipe, pretrained, prepared, world_size(recipe.trainer)), prepared)
+
+
+def page(plan: Plan, prepared: Prepared) -> str:
+    """What became of the rows, and the plan."""
+    return f"{prepared.ledger.table()}\n\n{describe(plan)}"
+
+
+def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Place) -> Prepared:
+    """The data, tokenised by this machine's first rank; its other ranks map what it has written."""
+    if place.local_rank == 0:
+        prepared = prepare(recipe.data, tokenizer, seed=recipe.seed, show_progress=place.rank == 0)
+    if place.local_world_size == 1:
+        return prepared
+    folder = run_dir / "tokens" / f"node_{place.node_rank}"
+    if place.local_rank == 0:
+        prepared.save(folder)
+        return prepared
+    while not (
+        folder / "train" / "ready"
+    ).exists():  # no collective, so no time limit; the supervisor ends this rank when the first one fails
+        time.sleep(WAIT_SECONDS)
+    return Prepared.load(folder)
+
+
+def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepared, world_size: int) -> Plan:
+    """The plan, which every rank computes for itself. Raises UserError where recipe, model and data do not fit together."""
+    architecture = recipe.model.arch if pretrained is None else pretrained.config
+    validation = None if prepared.validation is None else facts_of(prepared.validation)
+    return make_plan(recipe, architecture, facts_of(prepared.train), validation, world_size)
+
+
+def facts_of(dataset: TokenDataset) -> DataFacts:
+    digest = hashlib.sha256(dataset.ids.tobytes())
+    digest.update(dataset.trained.tobytes())
+    return DataFacts(
+        samples=len(dataset),
+        tokens=dataset.total_tokens,
+        trained_tokens=dataset.trained_tokens,
+        longest=dataset.longest,
+        largest_id=int(dataset.ids.max()),
+        digest=digest.hexdigest(),
+    )
+
+
+def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path) -> None:
+    """Print and keep what is about to happen: ledger, plan, one sample as it is trained on."""
+    (run_dir / LEDGER).write_text(json.dumps(prepared.ledger.to_json(), indent=2) + "\n")
+    text = page(plan, prepared)
+    (run_dir / PLAN).write_text(text + "\n")
+    print(f"\n{text}\n\n{render_sample(tokenizer, prepared.train[0])}\n", flush=True)
+
+
+def build_module(plan: Plan) -> CausalLMModule:
+    """The LightningModule; its weights come with the strategy's engine."""
+    model = plan.recipe.model
+    return CausalLMModule(
+        plan.architecture,
+        optimizer=plan.recipe.optimizer,
+        schedule=plan.recipe.schedule,
+        total_steps=plan.steps.total_steps,
+        activation_checkpointing=model.activation_checkpointing,
+        compile_blocks=model.compile,
+    )
+
+
+def batches(plan: Plan, prepared: Prepared, place: Place) -> tuple[StepBatches, EvalBatches | None]:
+    """This rank's training steps and validation micro-batches."""
+    recipe, batch = plan.recipe, plan.batch
+    train = StepBatches(
+        prepared.train,
+        micro_batch_size=batch.micro_batch_size,
+        accumulate=batch.accumulate,
+        rank=place.rank,
+        world_size=place.world_size,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        total_steps=plan.steps.total_steps,
+    )
+    if prepared.validation is None:
+        return train, None
+    validation = EvalBatches(
+        prepared.validation,
+        micro_batch_size=batch.micro_batch_size,
+        rank=place.rank,
+        world_size=place.world_size,
+        max_batches=recipe.eval.max_batches,
+    )
+    return train, validation
+
+
+def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tokenizer: Any, run_dir: Path) -> None:
+    """Write RUN/export. Collective."""
+    export_folder(
+        strategy.engine,
+        plan.architecture,
+        run_dir / EXPORT,
+        dtype=plan.recipe.checkpoint.export_dtype,
+        max_shard_bytes=plan.recipe.checkpoint.max_shard_bytes,
+        tokenizer=tokenizer,
+        stop_token_ids=prepared.stop_ids,
+        generation_config=pretrained.generation_config if pretrained else None,
+    )
+
+
+def conclude(strategy: ZeroStrategy, progress: Progress, module: CausalLMModule, stop: GracefulStop, run_dir: Path) -> None:
+    """Write summary.json and say where everything is."""
+    row, memory = progress.last_row, strategy.engine.memory
+    shutil.rmtree(run_dir / "tokens", ignore_errors=True)
+    stopped = stop.stopped_at_step is not None
+    write_summary(
+        run_dir,
+        reason="stopped" if stopped else "done",
+        steps=strategy.engine.steps_done,
+        loss=row.loss if row else None,
+        validation_loss=module.last_validation,
+        trained_tokens=row.tokens if row else None,
+        seconds=row.seconds if row else None,
+        peak_model_state_bytes=memory.peak,
+        peak_model_state_bytes_by_kind=memory.peak_by_kind,
+        bytes_sent=strategy.engine.world.bytes_sent,
+        torch=torch.__version__,
+    )
+    print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
+    for what, name in (("plot", PLOT), ("metrics", METRICS), ("export", EXPORT)):
+        if (run_dir / name).exists():
+            print(f"{what + ':':<9}{run_dir / name}")
+    if (run_dir / EXPORT).exists():
+        print(f'ask it:  framework generate --model {run_dir} "your question"', flush=True)
+
+
+def _kinds(nbytes: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {count / 2**20:,.1f}" for kind, count in nbytes.items() if count)

@@ -1,0 +1,92 @@
+"""`framework generate --model RUN|FOLDER|FILE.gguf|pkg://... "prompt"`: an answer, printed while it is made.
+
+Unusual: torch is imported after the arguments and the model's path have been looked at, so that a mistake is told in well under a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from framework.config.errors import Problem, UserError
+from framework.models.locate import check_path, export_of_run
+
+MOST_THREADS = 8
+"""One token at a time is bound by memory; more threads wait for each other."""
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, or 2 for a user's mistake."""
+    arguments = parser().parse_args(argv)
+    try:
+        _check(arguments)
+        _answer(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print()
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="framework generate", description="Answer a prompt with a trained or pretrained model.")
+    made.add_argument("prompt", help="the question, or with --raw the text to continue")
+    made.add_argument("--model", required=True, help="a run directory, a Hugging Face folder, a .gguf file, pkg://PACKAGE/FILE or org/name")
+    made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer in tokens (default 256)")
+    made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the likeliest token")
+    made.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P")
+    made.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling")
+    made.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
+    made.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without the chat template")
+    return made
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """All that can be said before torch is imported, at once."""
+    problems = []
+
+    def expect(legal: bool, option: str, got: object, expected: str) -> None:
+        if not legal:
+            problems.append(Problem(path=option, got=repr(got), expected=expected))
+
+    expect(arguments.max_new_tokens > 0, "--max-new-tokens", arguments.max_new_tokens, "a positive number")
+    expect(arguments.temperature >= 0, "--temperature", arguments.temperature, "0 or more")
+    expect(0 < arguments.top_p <= 1, "--top-p", arguments.top_p, "above 0 and at most 1")
+    expect(arguments.prompt.strip() != "", "prompt", arguments.prompt, "a text")
+    expect(not (arguments.raw and arguments.system), "--system", arguments.system, "no system prompt with --raw, which has no conversation")
+    try:
+        problems += check_path(export_of_run(arguments.model), "--model")
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def _answer(arguments: argparse.Namespace) -> None:
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+
+    from framework.models.generate import generate, load_for_generation
+
+    model, tokenizer, stop_ids = load_for_generation(arguments.model)
+    prompt = arguments.prompt
+    if not arguments.raw:
+        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        prompt = [*system, {"role": "user", "content": arguments.prompt}]
+    generate(
+        model,
+        tokenizer,
+        prompt,
+        arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop_ids=stop_ids,
+        on_text=lambda text: print(text, end="", flush=True),
+    )
+    print()

@@ -1,0 +1,66 @@
+"""`train`: a command line becomes a run.
+
+    main     compose and check the recipe (framework/config), once or once per job of a sweep
+    start    write the run directory, start the ranks and watch them; under torchrun, Slurm or MPI: be one of the ranks
+
+Unusual: everything down to `start` runs without torch. The ranks are processes of their own (`framework/worker.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from framework.cli.check import check_everything
+from framework.cli.external import join_run, quiet_console
+from framework.cli.launch import launch
+from framework.config.compose import Composed, hydra_main
+from framework.ranks import Place, launched, local_ranks
+from framework.train.run_dir import SUMMARY, read_config, write_run_dir, write_summary
+from framework.worker import working
+
+RANK_COMMAND = (sys.executable, "-m", "framework.worker")
+STATUS_STOPPED = 128
+
+
+def main() -> None:
+    """The command `train.py`."""
+    sys.exit(hydra_main(start, check=check_everything))
+
+
+def start(job: Composed) -> int:
+    """Run one job on the ranks of this machine, or as one rank of a launcher's; the exit status."""
+    place = launched(os.environ)
+    return supervise(job) if place is None else work(job, place)
+
+
+def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
+    """Write the run directory, start this machine's ranks as `rank_command CONFIG RUN_DIR`, and say how they ended."""
+    config = write_run_dir(job.run_dir, job.recipe, overrides=job.overrides, command=sys.argv)
+    ranks = local_ranks(job.recipe.trainer)
+    print(f"run directory: {job.run_dir}" + (f" ({ranks} ranks)" if ranks > 1 else ""), flush=True)
+    outcome = launch(
+        [*rank_command, str(config), str(job.run_dir)],
+        ranks=ranks,
+        run_dir=job.run_dir,
+        stop_grace_seconds=job.recipe.trainer.stop_grace_seconds,
+    )
+    if outcome.message:
+        print(outcome.message, file=sys.stderr, flush=True)
+    if outcome.status and not (job.run_dir / SUMMARY).exists():  # no rank came to write it
+        ended = "stopped" if outcome.status > STATUS_STOPPED else "failed"
+        write_summary(job.run_dir, ended=ended, status=outcome.status, reason=outcome.reason)
+    if outcome.status > STATUS_STOPPED:
+        raise SystemExit(outcome.status)  # what stops a run stops the sweep
+    return outcome.status
+
+
+def work(job: Composed, place: Place) -> int:
+    """Be the rank at `place` of a run that a launcher has started."""
+    run_dir = join_run(job, place)
+    with working(run_dir, console=quiet_console(run_dir, place.rank)):
+        from framework.cli.fit import run  # torch
+
+        run(read_config(run_dir), run_dir)
+    return 0

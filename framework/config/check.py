@@ -1,0 +1,189 @@
+"""Finds everything that is wrong with a recipe before anything slow starts. Keys and types are settled by then (`typed.py`).
+
+`check` looks at the arithmetic between settings and at the hardware; files and models are looked at by `cli/check.py`, which may import the
+rooms that read them. Each rule is a small function of one group that yields problems. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from framework.config.batch import solve_batch
+from framework.config.errors import Problem, UserError
+from framework.config.hardware import check_hardware, world_size
+from framework.config.schedule import decay_steps, warmup_steps, warmup_too_long, zero_steps
+from framework.config.schema import DataConfig, LlamaConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig
+
+
+def check(recipe: RecipeConfig) -> list[Problem]:
+    """All problems of `recipe` with itself and with this machine."""
+    return check_settings(recipe) + check_hardware(recipe.trainer)
+
+
+def check_settings(recipe: RecipeConfig) -> list[Problem]:
+    """Problems that show without looking at any file."""
+    return [
+        *_names(recipe),
+        *_model(recipe.model),
+        *_data(recipe.data, recipe.model),
+        *_zero(recipe),
+        *_optimizer(recipe.optimizer),
+        *_trainer(recipe.trainer),
+        *_schedule(recipe.schedule, recipe.trainer),
+        *_evaluation(recipe),
+    ]
+
+
+def _names(recipe: RecipeConfig) -> Iterator[Problem]:
+    if not recipe.name or Path(recipe.name).is_absolute() or ".." in Path(recipe.name).parts:
+        yield Problem(path="name", got=repr(recipe.name), expected="the name of a folder below runs_dir", fix="name=my_run")
+
+
+def _model(model: ModelConfig) -> Iterator[Problem]:
+    if model.path is None and model.arch is None:
+        yield Problem(
+            path="model.path",
+            got="nothing",
+            expected="a Hugging Face folder, a .gguf file or a hub name (or model.arch for random weights)",
+            fix="model.path=/path/to/model  (or model=smollm2, a small model to try things with)",
+        )
+    if model.path is not None and model.arch is not None:
+        yield Problem(
+            path="model.arch",
+            got=f"an architecture beside model.path={model.path}",
+            expected="one of them: weights bring their architecture",
+            fix="model.arch=null  (or model.path=null)",
+        )
+    if model.path is None and model.arch is not None and model.tokenizer is None:
+        expected = "a tokenizer for random weights: a folder, a .gguf file or a hub name"
+        yield Problem(path="model.tokenizer", got="nothing", expected=expected, fix="model.tokenizer=/path/to/tokenizer")
+    if model.arch is not None:
+        yield from _architecture(model.arch)
+
+
+def _architecture(arch: LlamaConfig) -> Iterator[Problem]:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    for name in sizes:
+        yield from _at_least(f"model.arch.{name}", getattr(arch, name), 1)
+    heads, kv_heads = arch.num_attention_heads, arch.num_key_value_heads
+    if heads < 1:
+        return
+    if arch.head_dim is None and arch.hidden_size % heads:
+        got = f"{arch.hidden_size} / {heads} heads = {arch.hidden_size / heads:.4g}, which is not whole"
+        fix = f"model.arch.hidden_size={-(-arch.hidden_size // heads) * heads}"
+        yield Problem(path="model.arch.hidden_size", got=got, expected=f"a multiple of {heads}, or model.arch.head_dim", fix=fix)
+    elif (arch.head_dim or arch.hidden_size // heads) % 2:
+        got = f"{arch.head_dim or arch.hidden_size // heads} values per head"
+        yield Problem(path="model.arch.head_dim", got=got, expected="an even number, for rotary positions", fix="model.arch.head_dim=64")
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        legal = [value for value in range(1, heads + 1) if heads % value == 0]
+        expected = f"a divisor of the {heads} query heads: {', '.join(map(str, legal))}"
+        fix = f"model.arch.num_key_value_heads={min(legal, key=lambda value: abs(value - kv_heads))}"
+        yield Problem(path="model.arch.num_key_value_heads", got=str(kv_heads), expected=expected, fix=fix)
+
+
+def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
+    yield from _at_least("data.max_tokens", data.max_tokens, 2)
+    yield from _at_least("data.num_workers", data.num_workers, 1)
+    if data.max_rows is not None:
+        yield from _at_least("data.max_rows", data.max_rows, 1)
+    yield from _share("data.validation_fraction", data.validation_fraction)
+    if data.validation is not None and data.validation_fraction > 0:
+        got = f"{data.validation_fraction} beside data.validation={data.validation}"
+        yield Problem(path="data.validation_fraction", got=got, expected="one of them", fix="data.validation_fraction=0")
+    if model.arch is not None and data.max_tokens > model.arch.max_position_embeddings:
+        longest = model.arch.max_position_embeddings
+        expected = f"at most model.arch.max_position_embeddings = {longest}"
+        yield Problem(path="data.max_tokens", got=str(data.max_tokens), expected=expected, fix=f"data.max_tokens={longest}")
+
+
+def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
+    yield from _at_least("zero.prefetch_bytes", recipe.zero.prefetch_bytes, 0)
+    yield from _at_least("checkpoint.max_shard_bytes", recipe.checkpoint.max_shard_bytes, 1)
+
+
+def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.lr <= 0:
+        yield Problem(path="optimizer.lr", got=f"{optimizer.lr:g}", expected="above 0", fix="optimizer.lr=2e-5")
+    if optimizer.eps <= 0:
+        yield Problem(path="optimizer.eps", got=f"{optimizer.eps:g}", expected="above 0", fix="optimizer.eps=1e-8")
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        expected = "two numbers from 0 to below 1"
+        yield Problem(path="optimizer.betas", got=str(list(optimizer.betas)), expected=expected, fix="optimizer.betas=[0.9,0.95]")
+    yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
+        expected = "above 0, or null for no clipping"
+        yield Problem(path="optimizer.grad_clip", got=f"{optimizer.grad_clip:g}", expected=expected, fix="optimizer.grad_clip=null")
+
+
+def _trainer(trainer: TrainerConfig) -> Iterator[Problem]:
+    ends = [value for value in (trainer.max_steps, trainer.epochs) if value is not None]
+    if min(ends, default=0) <= 0:
+        yield zero_steps(trainer)
+    yield from _at_least("trainer.log_every_n_steps", trainer.log_every_n_steps, 1)
+    yield from _at_least("trainer.collective_timeout_seconds", trainer.collective_timeout_seconds, 1)
+    if trainer.devices != "auto" and trainer.devices < 1:
+        yield Problem(path="trainer.devices", got=str(trainer.devices), expected="1 or more, or auto", fix="trainer.devices=auto")
+        return
+    try:
+        solve_batch(trainer, world_size(trainer))
+    except UserError as error:
+        yield from error.problems
+
+
+def _schedule(schedule: ScheduleConfig, trainer: TrainerConfig) -> Iterator[Problem]:
+    yield from _share("schedule.min_lr_ratio", schedule.min_lr_ratio, highest=1.0)
+    if schedule.name == "constant" and schedule.min_lr_ratio:
+        got = f"{schedule.min_lr_ratio:g} with the constant schedule, which never falls"
+        yield Problem(path="schedule.min_lr_ratio", got=got, expected="0, or a schedule with a floor", fix="schedule=linear")
+    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
+        got = f"{schedule.warmup_steps}, beside schedule.warmup_ratio={schedule.warmup_ratio:g}"
+        yield Problem(path="schedule.warmup_steps", got=got, expected="one of them, the other null", fix="schedule.warmup_ratio=null")
+        return
+    if schedule.warmup_steps is not None:
+        yield from _at_least("schedule.warmup_steps", schedule.warmup_steps, 0)
+    if schedule.warmup_ratio is not None:
+        yield from _share("schedule.warmup_ratio", schedule.warmup_ratio)
+    if schedule.name == "wsd" and not 0 < schedule.decay_ratio <= 1:
+        expected = "above 0, up to 1"
+        yield Problem(path="schedule.decay_ratio", got=f"{schedule.decay_ratio:g}", expected=expected, fix="schedule.decay_ratio=0.1")
+    elif trainer.max_steps:  # with epochs the number of steps is known when the data are
+        yield from check_schedule(schedule, trainer.max_steps)
+
+
+def check_schedule(schedule: ScheduleConfig, total_steps: int) -> list[Problem]:
+    """Problems of a schedule in a run of `total_steps`, which needs the data where the recipe says epochs."""
+    warmup = warmup_steps(schedule, total_steps)
+    if warmup > 0 and warmup >= total_steps:
+        return [warmup_too_long(schedule, warmup, total_steps)]
+    wanted = round(schedule.decay_ratio * total_steps)
+    if schedule.name == "wsd" and warmup + wanted > total_steps:
+        got = f"{wanted} steps of decay and {warmup} of warm-up in a run of {total_steps}"
+        fix = f"schedule.decay_ratio={decay_steps(schedule, total_steps) / total_steps:.2g}"
+        return [Problem(path="schedule.decay_ratio", got=got, expected="both to fit into the run", fix=fix)]
+    return []
+
+
+def _evaluation(recipe: RecipeConfig) -> Iterator[Problem]:
+    every, most = recipe.eval.every_n_steps, recipe.eval.max_batches
+    if every is not None:
+        yield from _at_least("eval.every_n_steps", every, 1)
+        if recipe.data.validation is None and recipe.data.validation_fraction == 0:
+            got = f"{every}, but there are no validation data"
+            expected = "data.validation or data.validation_fraction"
+            yield Problem(path="eval.every_n_steps", got=got, expected=expected, fix="data.validation_fraction=0.05")
+    if most is not None:
+        yield from _at_least("eval.max_batches", most, 1)
+
+
+def _at_least(path: str, value: float, lowest: int) -> Iterator[Problem]:
+    if value < lowest:
+        yield Problem(path=path, got=f"{value:g}", expected=f"{lowest} or more", fix=f"{path}={lowest}")
+
+
+def _share(path: str, value: float, highest: float | None = None) -> Iterator[Problem]:
+    """A share from 0 to below 1, or up to and including `highest`."""
+    if value < 0 or (value >= 1 if highest is None else value > highest):
+        expected = "a share from 0 to below 1" if highest is None else f"a share from 0 to {highest:g}"
+        yield Problem(path=path, got=f"{value:g}", expected=expected, fix=f"{path}={value / 100:g}" if 1 < value < 100 else f"{path}=0")

@@ -1,0 +1,31 @@
+"""What a recipe asks of the machine: how many ranks it will have, and whether their GPUs are there. No torch."""
+
+from __future__ import annotations
+
+import os
+
+from framework.config.errors import Problem
+from framework.config.schema import TrainerConfig
+from framework.ranks import launched, local_ranks, visible_gpus
+
+
+def world_size(trainer: TrainerConfig) -> int:
+    """Ranks of the whole run: what torchrun, Slurm or MPI has started, else those that `trainer.devices` asks for."""
+    place = launched(os.environ)
+    return local_ranks(trainer) if place is None else place.world_size
+
+
+def check_hardware(trainer: TrainerConfig) -> list[Problem]:
+    """What the recipe asks for and the machine does not have."""
+    if trainer.accelerator == "cpu":
+        return []
+    gpus = visible_gpus()
+    if trainer.accelerator == "cuda" and gpus == 0:
+        hidden = f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+        got = f"cuda, but no GPU is visible{hidden}"
+        return [Problem(path="trainer.accelerator", got=got, expected="cpu or auto on this machine", fix="trainer.accelerator=auto")]
+    if gpus and launched(os.environ) is None and local_ranks(trainer) > gpus:
+        expected = f"at most one rank per visible GPU, {gpus}"
+        fix = f"trainer.devices={gpus}  (or trainer.accelerator=cpu)"
+        return [Problem(path="trainer.devices", got=str(trainer.devices), expected=expected, fix=fix)]
+    return []

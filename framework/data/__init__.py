@@ -1,0 +1,7 @@
+"""From a user's files to batches: sources -> conversations -> tokens and masks -> batches, with a ledger of what became of every row.
+
+Each step is one file: `files` (rows of a file), `conversations` (a row's turns), `sources` (which files, which format, first look),
+`template` (turns to tokens and trained spans), `tokenize` (many rows, in parallel), `dataset` (flat arrays), `prepare` (all of the
+above in call order), `order` and `batches` (optimizer steps of one rank), `ledger` and `show` (what a person looks at). Import from
+those files: this one imports nothing, so that a first look at a data file needs neither torch nor transformers.
+"""

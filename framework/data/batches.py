@@ -1,0 +1,126 @@
+"""Optimizer steps of one rank: which samples of a step it takes, and the padded tensors of its micro-batches.
+
+    global step k of an epoch = samples order[k * global_batch : (k + 1) * global_batch], the last step whatever is left
+    its samples are dealt like cards to the slots (micro-batch 0 of rank 0, micro-batch 0 of rank 1, ..., micro-batch 1 of rank 0, ...)
+
+So the samples of a step depend on (seed, epoch, global batch) alone, each is used exactly once an epoch, and every rank runs the same
+number of steps and of micro-batches in each, for any number of samples: none waits for a collective that another never enters. A slot
+without a sample gets one padding token and no target, which adds nothing to loss or token count.
+
+Unusual: no torch DataLoader. Padding a few rows costs microseconds, and Lightning takes any sized iterable. Lightning calls `set_epoch`
+on a loader's `sampler`, which is therefore the loader itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from framework.data.dataset import Sample, TokenDataset
+from framework.data.order import permutation
+
+MicroBatch = dict[str, Any]
+IGNORED = -100  # the label of a position without a target; torch's cross_entropy ignores it
+
+
+class StepBatches:
+    """Yields one list of micro-batches per optimizer step. `len` is the number of steps of the current epoch."""
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        micro_batch_size: int,
+        accumulate: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        pad_id: int = 0,
+        total_steps: int | None = None,
+    ) -> None:
+        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole."""
+        assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
+        self.dataset, self.pad_id = dataset, pad_id
+        self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
+        self.seed, self.shuffle, self.total_steps = seed, shuffle, total_steps
+        self.global_batch_size = micro_batch_size * accumulate * world_size
+        self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
+        self.epoch = 0
+
+    @property
+    def sampler(self) -> StepBatches:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        if self.total_steps is None:
+            return self.steps_per_epoch
+        return min(self.steps_per_epoch, max(0, self.total_steps - self.epoch * self.steps_per_epoch))
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        samples = len(self.dataset)
+        order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
+        for step in range(len(self)):
+            chosen = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
+            micro_batches = -(-len(chosen) // (self.micro_batch_size * self.world_size))
+            slots = micro_batches * self.world_size
+            yield [self._micro_batch(chosen[number * self.world_size + self.rank :: slots]) for number in range(micro_batches)]
+
+    def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
+        return collate([self.dataset[int(index)] for index in indices], self.pad_id)
+
+
+class EvalBatches:
+    """Yields this rank's micro-batches of a validation set in fixed order, as many on every rank, each sample exactly once."""
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        pad_id: int = 0,
+        max_batches: int | None = None,
+    ) -> None:
+        """`max_batches` per rank; None: all."""
+        assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0
+        self.dataset, self.micro_batch_size, self.rank, self.world_size, self.pad_id = dataset, micro_batch_size, rank, world_size, pad_id
+        batches = -(-len(dataset) // (micro_batch_size * world_size))
+        self.batches = batches if max_batches is None else min(batches, max_batches)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for number in range(self.batches):
+            start = number * self.micro_batch_size * self.world_size
+            indices = range(start, min(start + self.micro_batch_size * self.world_size, len(self.dataset)))[self.rank :: self.world_size]
+            yield collate([self.dataset[index] for index in indices], self.pad_id)
+
+
+def collate(samples: list[Sample], pad_id: int) -> MicroBatch:
+    """Rows padded on the right to the longest; no sample at all becomes one padding token.
+
+    input_ids [rows, tokens] int64; labels [rows, tokens] int64, shifted: labels[t] is what position t must predict, -100 for nothing;
+    trained_tokens: targets in the micro-batch; samples: rows that are not padding.
+    """
+    rows, tokens = max(1, len(samples)), max((len(sample) for sample in samples), default=1)
+    input_ids = np.full((rows, tokens), pad_id, dtype=np.int64)
+    labels = np.full((rows, tokens), IGNORED, dtype=np.int64)
+    for row, sample in enumerate(samples):
+        input_ids[row, : len(sample)] = sample.input_ids
+        targets = sample.trained[1:]
+        labels[row, : len(sample) - 1][targets] = sample.input_ids[1:][targets]
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(labels),
+        "trained_tokens": sum(int(np.count_nonzero(sample.trained)) for sample in samples),
+        "samples": len(samples),
+    }

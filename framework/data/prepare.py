@@ -1,0 +1,195 @@
+"""From the group `data` of a recipe to token data sets: read, tokenise, judge each row, hold out, cut text into chunks, count.
+
+`prepare` is the whole way, top to bottom. The first problems of all rows are reported together, and data on which nothing would be
+trained are refused. Rows are held out by a pure function of (seed, number of rows), before text is chunked, so that no document lies on
+both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from framework.config.errors import Problem, UserError
+from framework.config.schema import DataConfig
+from framework.data.conversations import Conversation
+from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
+from framework.data.ledger import Ledger, SourceCounts
+from framework.data.order import permutation
+from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, open_source
+from framework.data.template import Encoded
+from framework.data.tokenize import encode_rows
+from framework.progress import progress
+
+ANNOUNCED_CHARACTERS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What training needs of the data."""
+
+    train: TokenDataset
+    validation: TokenDataset | None
+    ledger: Ledger
+    stop_ids: tuple[int, ...]
+    """Tokens that end a trained turn (for text: the document separator): generation has to stop at them."""
+
+    def save(self, folder: Path) -> None:
+        """Write for other processes. `folder/train/ready` comes last, so that a reader may wait for it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rest = {"validation": self.validation is not None, "stop_ids": self.stop_ids, "ledger": self.ledger.to_json()}
+        (folder / "prepared.json").write_text(json.dumps(rest, indent=1))
+        if self.validation is not None:
+            self.validation.save(folder / "validation")
+        self.train.save(folder / "train")
+
+    @classmethod
+    def load(cls, folder: Path) -> Prepared:
+        """What `save` wrote, mapped from disk. Raises FileNotFoundError where it is not complete."""
+        train = TokenDataset.load(folder / "train")
+        rest = json.loads((folder / "prepared.json").read_text())
+        validation = TokenDataset.load(folder / "validation") if rest["validation"] else None
+        return cls(train=train, validation=validation, ledger=Ledger.from_json(rest["ledger"]), stop_ids=tuple(rest["stop_ids"]))
+
+
+@dataclass(frozen=True)
+class _EncodedSource:
+    """The usable rows of a source in tokens; a document is one row, however long."""
+
+    rows: TokenDataset
+    is_text: bool
+    stop_ids: set[int]
+    counts: SourceCounts
+
+
+def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: bool) -> Prepared:
+    """Read and tokenise `config.train` and `config.validation`. Raises UserError with the problems of their rows."""
+    if config.train is None:
+        raise UserError(Problem(path="data.train", got="nothing", expected="the training data", fix="data.train=/path/to/file.jsonl"))
+    source = open_source(config.train, "data.train", config, config.max_rows)
+    encoded = _encode(source, config.train, config, tokenizer, show_progress)
+    kept, held_out = encoded.rows, None
+    if config.validation is None and config.validation_fraction > 0:
+        kept, held_out = _hold_out(encoded, config.validation_fraction, seed)
+    train = _samples(kept, encoded, config.max_tokens)
+    ledger = Ledger([_counted(encoded.counts, kept, train)])
+    validation = None if held_out is None else _samples(held_out, encoded, config.max_tokens)
+    if config.validation is not None:
+        source = open_source(config.validation, "data.validation", config)
+        encoded_validation = _encode(source, config.validation, config, tokenizer, show_progress)
+        validation = _samples(encoded_validation.rows, encoded_validation, config.max_tokens)
+        ledger.sources.append(_counted(encoded_validation.counts, encoded_validation.rows, validation))
+    return Prepared(train=train, validation=validation, ledger=ledger, stop_ids=tuple(sorted(encoded.stop_ids)))
+
+
+def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_progress: bool) -> _EncodedSource:
+    counts = SourceCounts(source.setting, path, files=len(source.files))
+    faults, too_long = Faults(), []
+    builder = TokenDatasetBuilder()
+    stop_ids = {tokenizer.eos_token_id} if source.is_text else set()
+    usable = _usable(source, faults, counts, show_progress)
+    rows = encode_rows(usable, tokenizer, is_text=source.is_text, num_workers=config.num_workers)
+    for where, row in progress(rows, f"tokenising {source.setting}", unit="rows", show=show_progress):
+        if isinstance(row, UserError):
+            faults.add(*row.problems)
+            continue
+        if not source.is_text:
+            stop_ids.update(_last_trained(row))
+            if len(row.ids) > config.max_tokens and config.on_too_long == "error":
+                too_long.append((where, len(row.ids)))
+                continue
+            row = _fitted(row, config, counts)
+        if isinstance(row, str):
+            counts.dropped[row] += 1
+            continue
+        builder.add(row.ids, row.trained)
+    problems = faults.listed(source.setting) + _too_long(too_long, config.max_tokens, source.setting)
+    if problems:
+        raise UserError(*problems)
+    counts.read = len(builder) + counts.dropped.total()
+    if not len(builder):
+        reasons = "; ".join(f"{count} rows: {reason}" for reason, count in counts.dropped.items()) or "no rows"
+        got = f"{path}, of which nothing is left to train on ({reasons})"
+        raise UserError(Problem(path=source.setting, got=got, expected="at least one usable row"))
+    return _EncodedSource(builder.build(), source.is_text, stop_ids, counts)
+
+
+def _usable(source: Source, faults: Faults, counts: SourceCounts, show_progress: bool) -> Iterator[tuple[str, Conversation | str]]:
+    """The rows of `source` that say something; the others are counted as dropped."""
+    for where, item in source.items(faults):
+        if isinstance(item, str):
+            reason = None if item.strip() else "empty text"
+            if show_progress and len(item) > ANNOUNCED_CHARACTERS:  # one call of the tokenizer, which tells nothing on its way
+                print(f"tokenising {where}: one document of {len(item):,} characters", file=sys.stderr)
+        elif not any(turn.role == "assistant" for turn in item):
+            reason = "no assistant turn to train on"
+        else:
+            reason = None if all(turn.content.strip() for turn in item if turn.role == "assistant") else "empty assistant turn"
+        if reason:
+            counts.dropped[reason] += 1
+        else:
+            yield where, item
+
+
+def _last_trained(row: Encoded) -> set[int]:
+    """The ids that end a stretch of trained tokens: the stop tokens."""
+    return set(row.ids[row.trained & ~np.append(row.trained[1:], False)].tolist())
+
+
+def _fitted(row: Encoded, config: DataConfig, counts: SourceCounts) -> Encoded | str:
+    """The row, cut to `data.max_tokens` where that is wished, or the reason why it is dropped."""
+    if not row.trained.any():
+        return "no assistant turn to train on"
+    if len(row.ids) <= config.max_tokens:
+        return row
+    if config.on_too_long == "drop":
+        return f"longer than data.max_tokens={config.max_tokens}"
+    short = Encoded(row.ids[: config.max_tokens], row.trained[: config.max_tokens])
+    if not short.trained.any():
+        return f"nothing to train on in the first data.max_tokens={config.max_tokens} tokens"
+    counts.truncated += 1
+    counts.cut_tokens += len(row.ids) - len(short.ids)
+    counts.cut_trained_tokens += int(row.trained[config.max_tokens :].sum())
+    return short
+
+
+def _too_long(rows: list[tuple[str, int]], max_tokens: int, setting: str) -> list[Problem]:
+    if not rows:
+        return []
+    longest = max(tokens for _, tokens in rows)
+    count = "one row" if len(rows) == 1 else f"{len(rows):,} rows"
+    fix = f"data.max_tokens={longest} (keeps every row), data.on_too_long=drop (loses {count}) or data.on_too_long=truncate"
+    limit = f"at most data.max_tokens={max_tokens:,}"
+    problems = [Problem(path=where, got=f"a sample of {tokens:,} tokens", expected=limit) for where, tokens in rows[:SHOWN_PROBLEMS]]
+    got = f"{count} longer than {max_tokens:,} tokens, the longest {longest:,}"
+    return [*problems, Problem(path=setting, got=got, expected="none", fix=fix)]
+
+
+def _hold_out(encoded: _EncodedSource, fraction: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
+    """(kept, held out): `fraction` of the rows, at least one, each side in the order of the file."""
+    rows = encoded.rows
+    count = max(1, round(fraction * len(rows)))
+    if count >= len(rows):
+        got = f"{fraction} of {len(rows)} {'row' if len(rows) == 1 else 'rows'}"
+        expected = "at least one row to train on and one to hold out (a .txt file is one row)"
+        raise UserError(Problem(path="data.validation_fraction", got=got, expected=expected, fix="data.validation=/path/to/file"))
+    order = permutation(seed, "held out", 0, len(rows))
+    return rows.select(np.sort(order[count:])), rows.select(np.sort(order[:count]))
+
+
+def _samples(rows: TokenDataset, encoded: _EncodedSource, max_tokens: int) -> TokenDataset:
+    return chunk((rows[i].input_ids for i in range(len(rows))), max_tokens) if encoded.is_text else rows
+
+
+def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset) -> SourceCounts:
+    """`counts` with what training sees of the source."""
+    counts.kept, counts.held_out = len(kept), counts.read - counts.dropped.total() - len(kept)
+    counts.samples, counts.tokens, counts.trained_tokens = len(samples), samples.total_tokens, samples.trained_tokens
+    counts.check()
+    return counts

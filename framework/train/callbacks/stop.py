@@ -1,0 +1,90 @@
+"""Stops a run on request: after the current step, at the same step on every rank, so that it can still be saved and exported.
+
+A signal to any rank sets `engine.stop_requested`; the request rides on the all-reduce of the gradient norm, and the step's `stop` value
+tells every rank. The signals are SIGTERM (what the supervisor, Slurm and torchrun send), SIGUSR1 (early warning of a scheduler), and
+SIGINT where no supervisor stands between the terminal and the ranks.
+
+Unusual: on CUDA the value is read one step late (`DelayedFlag`), so that no step waits for the device. Lightning's own handling of
+SIGTERM must be off (`trainer.py` sees to that): it calls a collective inside the signal handler.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from framework.train.run_dir import stop_marker
+
+
+class GracefulStop(pl.Callback):
+    """`stopped_at_step` is the step after which all ranks stopped on request, or None.
+
+    Args:
+        run_dir: rank 0 tells the supervisor there that saving has begun; None without a supervisor.
+        supervised: a terminal's Ctrl-C reaches the supervisor only; False: it reaches this process.
+    """
+
+    def __init__(self, run_dir: Path | None, *, supervised: bool) -> None:
+        self.run_dir = run_dir
+        self.signals = (signal.SIGTERM, signal.SIGUSR1) if supervised else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self.stopped_at_step: int | None = None
+        self._flag = DelayedFlag()
+        self._previous: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on a signal waits for the end of the step; before, it ends the process, which has nothing to save yet."""
+
+        def request_stop(*_: Any) -> None:
+            trainer.strategy.engine.stop_requested = True
+            if signal.SIGINT in self.signals:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
+
+        self._previous = {number: signal.signal(number, request_stop) for number in self.signals}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._flag.above_zero(pl_module.last_stats.stop) and self.stopped_at_step is None:
+            self.stopped_at_step = trainer.global_step
+            trainer.should_stop = True
+            trainer.limit_val_batches = 0  # Lightning would validate once more before it stops
+            if trainer.is_global_zero:
+                print(f"stop requested: all ranks stop after step {trainer.global_step}", flush=True)
+                if self.run_dir is not None:
+                    stop_marker(self.run_dir).write_text(str(trainer.global_step))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+
+class DelayedFlag:
+    """Whether a 0-d tensor is above zero: at once on the CPU; on CUDA the answer for the previous call's tensor.
+
+    The device copies the value to the host behind the step's work, and it is read when the next step has already been queued, so the
+    device never runs dry. The delay is the same on every rank, so is the step at which all see it.
+    """
+
+    def __init__(self) -> None:
+        self._on_host: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def above_zero(self, value: Tensor) -> bool:
+        if value.device.type != "cuda":
+            return bool(value > 0)
+        previous = self._read()
+        self._on_host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._on_host.copy_(value.detach(), non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+        return previous
+
+    def _read(self) -> bool:
+        if self._copied is None:
+            return False
+        self._copied.synchronize()
+        return bool(self._on_host > 0)

@@ -1,0 +1,79 @@
+"""metrics.csv: the numbers of a run, one row per logged step, always written.
+
+    step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss
+    10,0.25,2.3456,2e-05,1.04,40960,8123.4,5.1,
+    10,0.25,,,,40960,,5.9,2.2871
+
+`tokens` counts all trained tokens so far, `seconds` the time since training began. A validation has a row of its own.
+
+Unusual: each row is one write of one whole line, so a run that is killed leaves at most one torn line at the end; readers and the next
+writer drop it.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRow:
+    """Fields that a row does not have are None (an empty cell)."""
+
+    step: int
+    epoch: float
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    val_loss: float | None = None
+
+
+COLUMNS = tuple(field.name for field in fields(MetricsRow))
+HEADER = ",".join(COLUMNS) + "\n"
+INTEGERS = ("step", "tokens")
+
+
+class MetricsFile:
+    """Appends rows to `path`; a file that exists is continued."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        text = Path(path).read_bytes()
+        whole = text.rfind(b"\n") + 1
+        os.ftruncate(self._descriptor, whole)
+        if whole == 0:
+            self._write(HEADER)
+
+    def append(self, row: MetricsRow) -> None:
+        """Write one row; it is in the file when this returns."""
+        self._write(",".join("" if value is None else repr(value) for value in astuple(row)) + "\n")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _write(self, line: str) -> None:
+        os.write(self._descriptor, line.encode())
+
+
+def read_metrics(path: Path) -> list[MetricsRow]:
+    """All whole rows of a metrics.csv."""
+    text = Path(path).read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [MetricsRow(**{name: _value(name, cell) for name, cell in row.items()}) for row in csv.DictReader(lines)]
+
+
+def series(rows: list[MetricsRow], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one column, without its empty cells."""
+    points = [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _value(name: str, cell: str) -> int | float | None:
+    if cell == "":
+        return None
+    return int(cell) if name in INTEGERS else float(cell)

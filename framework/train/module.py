@@ -1,0 +1,112 @@
+"""The LightningModule of our recipes: one Lightning batch is one optimizer step, a list of this rank's micro-batches.
+
+Optimization is manual, so that a step can be read here from top to bottom. The loss of a step is the sum over the trained tokens of the
+global batch divided by their number, whatever the micro-batches and ranks; validation likewise.
+
+Unusual: `self.log` is not used in training (0.35 ms a call, and a wait for the GPU). What a step did stays on the device in `last_stats`;
+callbacks read it every n steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from framework.config.errors import Problem, UserError
+from framework.config.schedule import lr_factor
+from framework.config.schema import LlamaConfig, OptimizerConfig, ScheduleConfig
+from framework.models.llama import Llama
+from framework.zero import StepStats
+
+MicroBatch = dict[str, Any]
+"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int."""
+
+
+class CausalLMModule(LightningModule):
+    """Trains a `Llama` under `ZeroStrategy`; the strategy's `read` or `seed` gives the initial weights."""
+
+    def __init__(
+        self,
+        architecture: LlamaConfig,
+        *,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        total_steps: int,
+        activation_checkpointing: bool = False,
+        compile_blocks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.architecture, self.optimizer_config = architecture, optimizer
+        self.schedule, self.total_steps = schedule, total_steps
+        self.activation_checkpointing, self.compile_blocks = activation_checkpointing, compile_blocks
+        self.model: Llama | None = None
+
+        self.lr = 0.0
+        """Of the last step."""
+        self.last_stats: StepStats | None = None
+        """Of the last step, over all ranks, on the device."""
+        self.last_validation: float | None = None
+        """Validation loss over all ranks, of the last time."""
+
+    @property
+    def sharded_module(self) -> nn.Module:
+        """What the engine takes: names in `engine.full_tensors()` are then those of the model alone."""
+        return self.model
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = Llama(
+                    self.architecture, activation_checkpointing=self.activation_checkpointing, compile_blocks=self.compile_blocks
+                )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW; matrices and embeddings decay, norms and biases do not."""
+        config = self.optimizer_config
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+    # -- training ---------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: list[MicroBatch], batch_idx: int) -> None:
+        """One optimizer step. Raises NonFiniteError before a parameter is touched."""
+        engine, optimizer = self.trainer.strategy.engine, self.optimizers()
+        self.lr = self.optimizer_config.lr * lr_factor(self.schedule, self.global_step, self.total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        for number, micro in enumerate(batch, start=1):
+            loss_sum = self.model(micro["input_ids"], micro["labels"], trained_tokens=micro["trained_tokens"])
+            engine.backward(loss_sum, micro["trained_tokens"], last=number == len(batch))  # and reduce over the ranks
+        optimizer.step()  # engine.step(): norm over all ranks, clip, update. Called through Lightning, which counts global_step by it
+        self.last_stats = self.trainer.strategy.last_stats
+
+    def on_train_batch_end(self, outputs: Any, batch: list[MicroBatch], batch_idx: int) -> None:
+        if self.global_step >= self.total_steps:
+            self.trainer.should_stop = True  # on a stop Lightning validates first, so the last step is always validated
+
+    # -- validation -------------------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
+
+    def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
+        loss_sum = self.model(batch["input_ids"], batch["labels"], trained_tokens=batch["trained_tokens"])
+        self._sums[0] += loss_sum.double()
+        self._sums[1] += batch["trained_tokens"]
+
+    def on_validation_epoch_end(self) -> None:
+        loss_sum, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        if tokens == 0:
+            raise UserError(
+                Problem(path="data.validation", got="validation data without a single trained token", expected="at least one answer")
+            )
+        self.last_validation = loss_sum / tokens
+        self.log("val_loss", self.last_validation, logger=False)  # for callbacks that monitor it

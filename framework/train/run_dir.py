@@ -1,0 +1,147 @@
+"""The run directory: everything that one run leaves behind, RUNS_DIR/NAME/TIME/.
+
+    config.yaml      the resolved recipe, what workers read        metrics.csv    one row per logged step (metrics.py)
+    overrides.txt    what was changed on the command line          plot.png       loss, learning rate and gradient norm
+    command.txt      the whole command line                        logs/          rank_N.log, rank_N.error.json
+    env.json         versions, hardware, git revision              export/        the trained model as a Hugging Face folder
+    plan.txt, ledger.json   what was going to happen, what became of every row of data
+    summary.json     how it ended
+
+Unusual: no torch here, because the supervisor writes it before any rank starts; versions come from package metadata and GPUs from
+`nvidia-smi`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.config.errors import Problem, UserError
+from framework.config.schema import RecipeConfig
+from framework.config.typed import from_dict, to_dict
+
+CONFIG = "config.yaml"
+OVERRIDES = "overrides.txt"
+COMMAND = "command.txt"
+ENVIRONMENT = "env.json"
+SUMMARY = "summary.json"
+PLAN = "plan.txt"
+LEDGER = "ledger.json"
+METRICS = "metrics.csv"
+PLOT = "plot.png"
+LOGS = "logs"
+EXPORT = "export"
+
+PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "safetensors", "hydra-core", "omegaconf", "numpy", "wandb")
+CHECKOUT = Path(__file__).resolve().parents[2]
+COMMAND_SECONDS = 10
+
+
+# ---- made before the ranks start
+def write_run_dir(path: Path, recipe: RecipeConfig, *, overrides: Sequence[str], command: Sequence[str]) -> Path:
+    """Write what is known before the first rank starts into `path`; returns the configuration file for the workers."""
+    try:
+        (path / LOGS).mkdir(parents=True, exist_ok=True)
+        (path / CONFIG).write_text(config_yaml(recipe))
+        (path / OVERRIDES).write_text("".join(f"{override}\n" for override in overrides))
+        (path / COMMAND).write_text(shlex.join(command) + "\n")
+        (path / ENVIRONMENT).write_text(json.dumps(environment(), indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return path / CONFIG
+
+
+def config_yaml(recipe: RecipeConfig) -> str:
+    """The resolved recipe as text; `read_config` gives the same recipe back."""
+    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def environment() -> dict[str, Any]:
+    """What a run depends on besides its recipe."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "gpus": _lines("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader") or [],
+        "git": git_revision(CHECKOUT),
+    }
+
+
+def git_revision(checkout: Path) -> dict[str, Any] | None:
+    """Revision of the code in `checkout` and whether files differ from it; None when the code is not under git there.
+
+    An installed package may lie inside somebody else's repository: only a tracked file makes it this one's code.
+    """
+    if _lines("git", "-C", str(checkout), "ls-files", "--error-unmatch", "framework/__init__.py") is None:
+        return None
+    revision = _lines("git", "-C", str(checkout), "rev-parse", "HEAD")
+    if not revision:
+        return None  # nothing was committed yet
+    changed = _lines("git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return {"revision": revision[0], "dirty": bool(changed)}
+
+
+def stop_marker(run_dir: Path) -> Path:
+    """Written by rank 0 when all ranks have stopped stepping on request and begin to save; holds the step."""
+    return Path(run_dir) / LOGS / "stopped_at_step"
+
+
+# ---- written while it runs
+def write_summary(run_dir: Path, **facts: Any) -> None:
+    """Write how the run ended (`ended`: done, stopped or failed; `steps`, `loss`, ...); replaces an earlier summary as a whole."""
+    path = Path(run_dir) / SUMMARY
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(facts, indent=2) + "\n")
+        os.replace(partial, path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+# ---- read afterwards
+def read_config(path: Path) -> RecipeConfig:
+    """The recipe in a `config.yaml`, or in that of a run directory."""
+    path = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    return from_dict(RecipeConfig, yaml.safe_load(path.read_text()))
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    return json.loads((Path(run_dir) / ENVIRONMENT).read_text())
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    return json.loads((Path(run_dir) / SUMMARY).read_text())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(*command: str) -> list[str] | None:
+    """Output lines of a command; None when it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    expected = "a folder with room to write"
+    return UserError(Problem(path=str(path), got=error.strerror or str(error), expected=expected, fix="runs_dir=FOLDER"))

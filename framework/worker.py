@@ -1,0 +1,97 @@
+"""One rank of a run: `python -m framework.worker CONFIG_YAML RUN_DIR`, started by the supervisor (`cli/launch.py`).
+
+`working` is the frame around a rank's work, whoever started it: library noise is turned down, and an exception is reported before the
+process ends, so that the first cause can be told from its echoes (`train/failure.py`). Exit status: 0 done or stopped on request,
+2 a user's mistake, 1 anything else.
+
+Unusual: under the supervisor, rank 0 prints no traceback; the supervisor shows the first failure of all ranks as the last thing.
+A rank that hangs while it ends after a failure writes its stack and exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from framework.cli.verdict import STATUS_USER_MISTAKE
+from framework.cli.watchdog import JOB_VARIABLE
+from framework.train.failure import report_failure
+
+EXIT_SECONDS = 10.0
+"""A failed rank that has not ended by then (a process group that waits for the others) is cut short."""
+
+
+def main() -> None:
+    config_path, run_dir = map(Path, sys.argv[1:])
+    with working(run_dir):
+        from framework.cli.fit import run
+        from framework.train.run_dir import read_config
+
+        run(read_config(config_path), run_dir)
+
+
+@contextlib.contextmanager
+def working(run_dir: Path, console: TextIO | None = None) -> Iterator[None]:
+    """Around everything that a rank does; exceptions become reports and exit statuses.
+
+    `console`: where there is no supervisor, what this rank shows of its own failure goes there too.
+    """
+    rank = int(os.environ["RANK"])
+    faulthandler.enable()
+    if is_supervised():
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # the supervisor asks a stuck rank where it is
+    quiet_libraries()
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        report = report_failure(run_dir, rank, error)
+        text = f"[rank {rank}] " + (str(error) if report.kind == "user" else traceback.format_exc())
+        if rank != 0:
+            print(text, file=sys.stderr, flush=True)  # into its log
+        if console is not None and (rank == 0 or report.kind != "communication"):
+            print(text, file=console, flush=True)
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+        sys.exit(STATUS_USER_MISTAKE if report.kind == "user" else 1)
+
+
+def is_supervised() -> bool:
+    """Whether `cli/launch.py` started this process."""
+    return JOB_VARIABLE in os.environ
+
+
+def quiet_libraries() -> None:
+    """Keep what libraries say about themselves off the console; their warnings about a run stay, once each."""
+    for name in ADVISERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in LIBRARY_NOISE:
+        warnings.filterwarnings("ignore", message=text)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn whenever a process forks after using them
+
+
+# The loggers that advice really comes from: Lightning puts the levels of their parents back when it is imported.
+ADVISERS = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero", "lightning_utilities.core.rank_zero")
+
+# Warnings that do not apply here (regular expressions, matched at the start).
+LIBRARY_NOISE = (
+    r".*does not have many workers",
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r".*smaller than the logging interval",
+    r".*srun` command is available on your system but is not used",
+    r".*It is recommended to use `self.log\('val_loss'",  # it is the loss over all ranks already
+    r".*anonymous setting has no effect",
+)
+
+
+if __name__ == "__main__":
+    main()

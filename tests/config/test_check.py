@@ -1,0 +1,167 @@
+"""Arithmetic between settings, files and hardware: every problem names the setting, what was got and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from framework.cli.check import check_everything
+from framework.config import hardware
+from framework.config.check import check_schedule, check_settings
+from framework.config.compose import compose
+from framework.config.hardware import check_hardware, world_size
+from framework.config.schema import RecipeConfig, ScheduleConfig, TrainerConfig
+
+SOUND = compose(["+recipe=quickstart", "trainer.devices=1", "trainer.accelerator=cpu"]).recipe
+RANDOM = compose(["+recipe=llama_pretrain", "data.train=x.txt", "trainer.devices=1"]).recipe
+
+
+def changed(recipe: RecipeConfig, **settings) -> RecipeConfig:
+    """`recipe` with `group__key=value` set, at any depth."""
+    for path, value in settings.items():
+        recipe = _replaced(recipe, path.split("__"), value)
+    return recipe
+
+
+def _replaced(config, path, value):
+    first, *rest = path
+    return dataclasses.replace(config, **{first: _replaced(getattr(config, first), rest, value) if rest else value})
+
+
+def test_the_recipes_that_the_changes_below_start_from_are_sound():
+    assert check_settings(SOUND) == []
+    assert check_settings(RANDOM) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("optimizer__lr", 0.0),
+        ("optimizer__lr", -1.0),
+        ("optimizer__eps", 0.0),
+        ("optimizer__betas", (0.9, 1.0)),
+        ("optimizer__weight_decay", -0.1),
+        ("optimizer__grad_clip", 0.0),
+        ("schedule__min_lr_ratio", 1.5),
+        ("schedule__warmup_ratio", 1.0),
+        ("schedule__warmup_ratio", -0.1),
+        ("data__max_tokens", 1),
+        ("data__max_rows", 0),
+        ("data__num_workers", 0),
+        ("data__validation_fraction", 1.0),
+        ("data__validation_fraction", -0.1),
+        ("trainer__log_every_n_steps", 0),
+        ("trainer__collective_timeout_seconds", 0),
+        ("trainer__devices", 0),
+        ("trainer__epochs", 0.0),
+        ("eval__every_n_steps", 0),
+        ("eval__max_batches", 0),
+        ("zero__prefetch_bytes", -1),
+        ("checkpoint__max_shard_bytes", 0),
+        ("name", ""),
+        ("name", "../elsewhere"),
+        ("name", "/tmp/x"),
+    ],
+)
+def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
+    (problem,) = check_settings(changed(SOUND, **{setting: value}))
+    assert problem.path == setting.replace("__", ".")
+    assert problem.expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"trainer__epochs": None}, "trainer.max_steps"),
+        ({"trainer__micro_batch_size": 3}, "trainer.global_batch_size"),
+        ({"trainer__micro_batch_size": None, "trainer__global_batch_size": None}, "trainer.micro_batch_size"),
+        ({"schedule__warmup_steps": 1}, "schedule.warmup_steps"),
+        ({"schedule__name": "constant", "schedule__min_lr_ratio": 0.1}, "schedule.min_lr_ratio"),
+        ({"schedule__name": "wsd", "schedule__decay_ratio": 0.0}, "schedule.decay_ratio"),
+        ({"model__path": None}, "model.path"),
+        ({"data__validation": "x.jsonl"}, "data.validation_fraction"),
+        ({"data__validation_fraction": 0.0, "eval__every_n_steps": 10}, "eval.every_n_steps"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes, path):
+    assert [problem.path for problem in check_settings(changed(SOUND, **changes))] == [path]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "fix"),
+    [
+        ({"model__path": "x"}, "model.arch", "model.arch=null  (or model.path=null)"),
+        ({"model__tokenizer": None}, "model.tokenizer", "model.tokenizer=/path/to/tokenizer"),
+        ({"model__arch__hidden_size": 130, "model__arch__num_attention_heads": 4}, "model.arch.hidden_size", "model.arch.hidden_size=132"),
+        ({"model__arch__num_key_value_heads": 3}, "model.arch.num_key_value_heads", "model.arch.num_key_value_heads=2"),
+        ({"model__arch__head_dim": 33}, "model.arch.head_dim", "model.arch.head_dim=64"),
+        ({"model__arch__num_hidden_layers": 0}, "model.arch.num_hidden_layers", "model.arch.num_hidden_layers=1"),
+        ({"data__max_tokens": 4096}, "data.max_tokens", "data.max_tokens=2048"),
+    ],
+)
+def test_an_architecture_that_cannot_be(changes, path, fix):
+    (problem,) = check_settings(changed(RANDOM, **changes))
+    assert (problem.path, problem.fix) == (path, fix)
+
+
+def test_p24_a_run_of_zero_steps_is_found_before_anything_is_loaded():
+    (problem,) = check_settings(changed(SOUND, trainer__epochs=None, trainer__max_steps=0, schedule__warmup_ratio=None))
+    assert "0 optimizer steps" in problem.got
+
+
+def test_p25_warmup_must_leave_room():
+    steps = {"trainer__epochs": None, "trainer__max_steps": 10, "schedule__warmup_ratio": None}
+    assert check_settings(changed(SOUND, **steps, schedule__warmup_steps=0)) == []
+    assert check_settings(changed(SOUND, **steps, schedule__warmup_steps=9)) == []
+    assert [p.path for p in check_settings(changed(SOUND, **steps, schedule__warmup_steps=10))] == ["schedule.warmup_steps"]
+
+
+def test_warmup_and_decay_of_wsd_must_fit_into_the_run():
+    (problem,) = check_schedule(ScheduleConfig(name="wsd", warmup_steps=60, decay_ratio=0.5), 100)
+    assert problem.fix == "schedule.decay_ratio=0.4"
+
+
+def test_all_problems_are_found_together():
+    inputs = {"data__train": "nowhere.jsonl", "model__path": "pkg://nowhere/x.gguf"}
+    recipe = changed(SOUND, optimizer__lr=0.0, trainer__micro_batch_size=3, **inputs)
+    found = {problem.path for problem in check_everything(recipe)}
+    assert found == {"optimizer.lr", "trainer.global_batch_size", "data.train", "model.path"}
+
+
+def test_fixes_are_not_needed_for_the_recipes_that_are_shipped():
+    for name in ("quickstart", "llama_sft"):
+        compose([f"+recipe={name}"], check=check_everything)
+
+
+# ---- hardware
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(n)`: this machine has n GPUs."""
+
+    def have(count: int) -> None:
+        monkeypatch.setattr(hardware, "visible_gpus", lambda: count)
+        monkeypatch.setattr(hardware, "local_ranks", lambda trainer: max(1, count) if trainer.devices == "auto" else trainer.devices)
+
+    return have
+
+
+def test_cuda_without_a_gpu(gpus):
+    gpus(0)
+    (problem,) = check_hardware(TrainerConfig(accelerator="cuda"))
+    assert (problem.path, problem.fix) == ("trainer.accelerator", "trainer.accelerator=auto")
+    assert check_hardware(TrainerConfig(accelerator="auto", devices=4)) == [], "ranks on a CPU are not counted"
+
+
+def test_more_ranks_than_gpus(gpus):
+    gpus(2)
+    (problem,) = check_hardware(TrainerConfig(devices=4))
+    assert problem.fix == "trainer.devices=2  (or trainer.accelerator=cpu)"
+    assert check_hardware(TrainerConfig(devices=4, accelerator="cpu")) == []
+    assert check_hardware(TrainerConfig(devices=2, accelerator="cuda")) == []
+
+
+def test_a_launchers_count_of_ranks_holds(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 6, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    assert world_size(TrainerConfig(devices=2)) == 6

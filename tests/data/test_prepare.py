@@ -1,0 +1,160 @@
+"""From files to data sets: every row is accounted for, over-long rows are named, text is chunked, rows are held out by the seed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from framework.config.errors import UserError
+from framework.config.schema import DataConfig
+from framework.data.conversations import Turn
+from framework.data.prepare import Prepared, prepare
+from framework.data.tokenize import encode_rows
+from tests.data.templates import chat
+
+
+def run(tokenizer, path, seed=0, **options):
+    return prepare(DataConfig(train=path, **options), tokenizer, seed=seed, show_progress=False)
+
+
+def texts(tokenizer, data):
+    return [tokenizer.decode(data[i].input_ids) for i in range(len(data))]
+
+
+def test_conversations_become_samples_in_the_order_of_the_file(chatml, write_jsonl):
+    prepared = run(chatml, write_jsonl([chat("hello", "hi"), chat("how are you", "Yes!")]))
+    assert texts(chatml, prepared.train) == [
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n",
+        "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\nYes!<|im_end|>\n",
+    ]
+    assert prepared.validation is None
+    assert prepared.stop_ids == (chatml.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_p1_every_row_read_is_kept_held_out_or_dropped_with_its_reason(chatml, write_jsonl):
+    rows = [chat(f"question {n}", "hi") for n in range(8)] + [chat("hello", "  "), chat("only a question"), chat("hi", "the user " * 60)]
+    prepared = run(chatml, write_jsonl(rows), validation_fraction=0.25, max_tokens=100, on_too_long="drop")
+    (counts,) = prepared.ledger.sources
+    assert (counts.read, counts.kept, counts.held_out, counts.samples) == (11, 6, 2, 6)
+    assert counts.dropped == {"empty assistant turn": 1, "no assistant turn to train on": 1, "longer than data.max_tokens=100": 1}
+    assert (len(prepared.train), len(prepared.validation)) == (6, 2)
+    assert counts.tokens == prepared.train.total_tokens and counts.trained_tokens == prepared.train.trained_tokens
+    table = prepared.ledger.table()
+    assert "dropped 1 rows: empty assistant turn" in table and "data.train" in table
+    assert json.loads(json.dumps(prepared.ledger.to_json()))["sources"][0]["held_out"] == 2
+
+
+def test_p2_over_long_rows_are_an_error_that_names_row_length_limit_and_what_to_write(chatml, write_jsonl):
+    limit = len(run(chatml, write_jsonl([chat("hi", "hello")])).train[0])
+    path = write_jsonl([chat("hi", "hello " * n if n % 2 else "hello") for n in range(2, 16)])
+    with pytest.raises(UserError) as caught:
+        run(chatml, path, max_tokens=limit)
+    message = str(caught.value)
+    assert (
+        f"train.jsonl:2: got a sample of {len(run(chatml, path).train[1])} tokens\n    expected at most data.max_tokens={limit}" in message
+    )
+    assert message.count("got a sample of") == 5, "the first five are shown"
+    longest = run(chatml, path).train.longest
+    assert f"data.max_tokens={longest} (keeps every row), data.on_too_long=drop (loses 7 rows)" in message
+    run(chatml, path, max_tokens=longest)
+
+
+def test_p3_truncation_counts_every_trained_token_that_it_cuts(chatml, write_jsonl):
+    rows = [chat("hello", "hi"), chat("hi", "hello " * 50), chat("question " * 50, "hi")]
+    whole = run(chatml, write_jsonl(rows))
+    cut = run(chatml, write_jsonl(rows), max_tokens=20, on_too_long="truncate")
+    (counts,) = cut.ledger.sources
+    assert counts.truncated == 1 and cut.train.longest == 20
+    assert counts.dropped == {"nothing to train on in the first data.max_tokens=20 tokens": 1}
+    assert counts.cut_tokens == len(whole.train[1]) - 20
+    assert counts.cut_trained_tokens == whole.train[1].trained.sum() - cut.train[1].trained.sum() > 0
+    assert f"{counts.cut_trained_tokens:,} of them trained" in cut.ledger.table()
+
+
+def test_p20_data_on_which_nothing_would_be_trained_are_an_error(chatml, write_jsonl):
+    with pytest.raises(UserError, match="nothing is left to train on .*3 rows: nothing to train on in the first"):
+        run(chatml, write_jsonl([chat("question " * 50, "hi")] * 3), max_tokens=20, on_too_long="truncate")
+    muted = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi", "weight": 0}]}
+    with pytest.raises(UserError, match="2 rows: no assistant turn to train on"):
+        run(chatml, write_jsonl([muted, chat("hi")]))
+
+
+def test_problems_of_many_rows_are_reported_together(chatml, write_jsonl):
+    rows = ["{broken", chat("hi", "hello"), {"messages": [{"role": "robot", "content": "x"}]}, chat("hi", "hello " * 50), *["null"] * 9]
+    with pytest.raises(UserError) as caught:
+        run(chatml, write_jsonl(rows), max_tokens=30)
+    message = str(caught.value)
+    for said in ("train.jsonl:1: got broken JSON", "train.jsonl:3: got turn 1", "train.jsonl:4: got a sample of", "train.jsonl:5: got null",
+                 "6 more rows with problems"):  # fmt: skip
+        assert said in message
+
+
+def test_p4_documents_are_joined_with_separators_and_chunked_without_loss(chatml, write_jsonl, tmp_path):
+    documents = ["hello world " * 9, "  ", "what is a question", "Yes!\n\nNo.\n"]
+    prepared = run(chatml, write_jsonl([{"text": text} for text in documents]), max_tokens=16)
+    separator = [chatml.eos_token_id]
+    stream = sum((chatml(text, add_special_tokens=False).input_ids + separator for text in documents if text.strip()), [])
+    samples = [prepared.train[i] for i in range(len(prepared.train))]
+    joined = np.concatenate([samples[0].input_ids, *(sample.input_ids[1:] for sample in samples[1:])])
+    assert joined.tolist() == stream and prepared.train.longest == 16
+    assert prepared.train.trained_tokens == len(stream) - 1
+    (counts,) = prepared.ledger.sources
+    assert (counts.read, counts.kept, counts.dropped["empty text"], counts.samples) == (4, 3, 1, len(samples))
+
+
+def test_held_out_documents_are_in_no_training_chunk(chatml, write_jsonl):
+    words = [f"{n:03d}" for n in range(40)]
+    prepared = run(chatml, write_jsonl([{"text": word} for word in words]), validation_fraction=0.2, max_tokens=1000)
+    sides = ["".join(texts(chatml, data)) for data in (prepared.train, prepared.validation)]
+    assert [sum(word in side for word in words) for side in sides] == [32, 8]
+
+
+def test_the_held_out_rows_depend_on_the_seed_alone(chatml, write_jsonl):
+    path = write_jsonl([chat(f"question {n}", "hi") for n in range(30)])
+    held_out = [texts(chatml, run(chatml, path, seed=seed, validation_fraction=0.2).validation) for seed in (1, 1, 2)]
+    assert held_out[0] == held_out[1] != held_out[2] and len(held_out[0]) == 6
+
+
+def test_holding_out_of_a_single_row_is_refused(chatml, write_jsonl):
+    with pytest.raises(UserError, match="data.validation_fraction: got 0.1 of 1 row"):
+        run(chatml, write_jsonl([chat("hi", "hi")]), validation_fraction=0.1)
+
+
+def test_a_validation_file_has_its_own_line_in_the_ledger(chatml, write_jsonl):
+    train, validation = write_jsonl([chat("hi", "hi")] * 3), write_jsonl([chat("hello", "hi")] * 2, "validation.jsonl")
+    prepared = run(chatml, train, validation=validation, validation_fraction=0.5)
+    assert (len(prepared.train), len(prepared.validation)) == (3, 2)
+    assert [counts.setting for counts in prepared.ledger.sources] == ["data.train", "data.validation"]
+
+
+def test_max_rows_reads_only_the_first(chatml, write_jsonl):
+    prepared = run(chatml, write_jsonl([chat("hello", "hi")] * 3 + ["{broken"]), max_rows=2)
+    assert len(prepared.train) == 2 and prepared.ledger.sources[0].read == 2
+
+
+def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_order(chatml):
+    rows = [(f"r:{n}", (Turn("user", f"question {n}"), Turn("assistant", "hello " * (n % 7 + 1)))) for n in range(200)]
+    rows[150] = ("r:150", (Turn("assistant", "x"),))
+    one, two = (list(encode_rows(rows, chatml, is_text=False, num_workers=workers)) for workers in (1, 2))
+    for (where, here), (same_where, there) in zip(one, two, strict=True):
+        assert where == same_where and type(here) is type(there)
+        if isinstance(here, UserError):
+            assert where == "r:150" and str(here) == str(there)
+        else:
+            assert np.array_equal(here.ids, there.ids) and np.array_equal(here.trained, there.trained)
+
+
+def test_what_one_process_saves_another_loads_whole(chatml, write_jsonl, tmp_path):
+    prepared = run(chatml, write_jsonl([chat(f"question {n}", "hi") for n in range(10)]), validation_fraction=0.2)
+    prepared.save(tmp_path / "prepared")
+    loaded = Prepared.load(tmp_path / "prepared")
+    assert loaded.ledger == prepared.ledger and loaded.stop_ids == prepared.stop_ids
+    for name in ("train", "validation"):
+        assert texts(chatml, getattr(loaded, name)) == texts(chatml, getattr(prepared, name))
+
+
+def test_a_tokenizer_that_cannot_do_it_is_refused_before_rows_are_read(tokenizer_with, write_jsonl):
+    with pytest.raises(UserError, match="without a chat template"):
+        run(tokenizer_with(None), write_jsonl([chat("hi", "hi")] + ["{broken"] * 3))

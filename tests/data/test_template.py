@@ -1,0 +1,155 @@
+"""Turns to tokens: the same ids as inference, and exactly the assistants' texts with their stop tokens trained, whatever the template."""
+
+from __future__ import annotations
+
+import pytest
+
+from framework.config.errors import UserError
+from framework.data.conversations import Turn
+from framework.data.template import ChatEncoder, TextEncoder
+from tests.data.templates import CHATML, GLUED, LLAMA3, MISTRAL, QWEN3, STOPLESS, VICUNA
+
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen3": QWEN3, "vicuna": VICUNA}
+STOPS = {"chatml": "<|im_end|>", "llama3": "<|eot|>", "mistral": "</s>", "qwen3": "<|im_end|>", "vicuna": "</s>"}
+
+SINGLE = (Turn("user", "hello hi"), Turn("assistant", "Hello World."))
+SECOND = (Turn("user", "what is a question 12?"), Turn("assistant", "No.\n\n1. \u00e9 \u2713\n"))
+MULTI = (*SINGLE, *SECOND, Turn("user", "Yes!"), Turn("assistant", "a"))
+
+
+@pytest.fixture(params=TEMPLATES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def tokenizer(family, tokenizer_with):
+    return tokenizer_with(TEMPLATES[family])
+
+
+def encode(tokenizer, turns):
+    (result,) = ChatEncoder(tokenizer).encode([("rows.jsonl:7", turns)])
+    if isinstance(result, UserError):
+        raise result
+    return result.ids.tolist(), result.trained.tolist()
+
+
+def messages(turns):
+    return [{"role": turn.role, "content": turn.content} for turn in turns]
+
+
+def spans(ids, trained):
+    """The stretches of trained tokens, each as a list of ids."""
+    found, previous = [], False
+    for token_id, is_trained in zip(ids, trained, strict=True):
+        if is_trained and not previous:
+            found.append([])
+        if is_trained:
+            found[-1].append(token_id)
+        previous = is_trained
+    return found
+
+
+@pytest.mark.parametrize("turns", [SINGLE, MULTI], ids=["single", "multi-turn"])
+def test_p5_p6_the_trained_tokens_are_the_answers_with_their_stop_tokens(tokenizer, family, turns):
+    """Also where pad is eos is the stop token, as in this tokenizer."""
+    texts = [tokenizer.decode(span) for span in spans(*encode(tokenizer, turns))]
+    answers = [turn.content for turn in turns if turn.role == "assistant"]
+    if family == "llama3":  # trims
+        answers = [answer.strip() for answer in answers]
+    if family in ("mistral", "vicuna"):  # a space belongs to the answer, since the prompt does not end with one
+        answers = [" " + answer for answer in answers]
+    if family == "qwen3":  # what inference lets the model write for the last turn
+        answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
+    assert texts == [answer + STOPS[family] for answer in answers]
+
+
+@pytest.mark.parametrize("turns", [SINGLE, MULTI], ids=["single", "multi-turn"])
+def test_p8_the_ids_are_those_of_inference(tokenizer, turns):
+    """The whole conversation, and before each answer exactly the prompt that the template gives at inference."""
+    ids, trained = encode(tokenizer, turns)
+    assert ids == list(tokenizer.apply_chat_template(messages(turns), tokenize=True, return_dict=False))
+    starts = [at for at in range(1, len(ids)) if trained[at] and not trained[at - 1]]
+    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+    for start, index in zip(starts, answers, strict=True):
+        assert ids[:start] == list(tokenizer.apply_chat_template(messages(turns[:index]), add_generation_prompt=True, return_dict=False))
+
+
+def test_p9_exactly_one_bos_where_the_template_writes_one(tokenizer_with):
+    for template in (LLAMA3, MISTRAL):
+        tokenizer = tokenizer_with(template)
+        ids, _ = encode(tokenizer, MULTI)
+        assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    with pytest.raises(UserError, match="starts with '<s>' twice"):
+        encode(tokenizer_with("{{ bos_token }}" + MISTRAL), SINGLE)
+
+
+def test_p7_a_turn_of_weight_0_trains_nothing_but_stays_in_the_context(chatml):
+    muted = (MULTI[0], Turn("assistant", MULTI[1].content, trained=False), *MULTI[2:])
+    ids, trained = encode(chatml, muted)
+    assert ids == encode(chatml, MULTI)[0]
+    assert len(spans(ids, trained)) == 2
+
+
+def test_p33_consecutive_turns_of_one_role_are_legal_where_the_template_takes_them(chatml):
+    turns = (Turn("user", "a"), Turn("user", "b"), Turn("assistant", "hello"), Turn("assistant", "hi"))
+    assert [chatml.decode(span) for span in spans(*encode(chatml, turns))] == ["hello<|im_end|>", "hi<|im_end|>"]
+
+
+def test_p33_and_are_a_named_error_where_it_does_not(tokenizer_with):
+    with pytest.raises(UserError) as caught:
+        encode(tokenizer_with(MISTRAL), (Turn("user", "a"), Turn("user", "b"), Turn("assistant", "hello")))
+    assert "rows.jsonl:7: got turns that the chat template refuses (roles must alternate user/assistant)" in str(caught.value)
+    assert "user, user, assistant" in str(caught.value)
+
+
+@pytest.mark.parametrize(("template", "turns", "said"), [
+    (STOPLESS, SINGLE, "no special token after the answer of turn 2"),
+    (STOPLESS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", MULTI, "no special token after the answer of turn 2"),
+    (QWEN3, (MULTI[0], Turn("assistant", "<think>hm</think>\nyes"), *MULTI[2:]), "changes the text of turn 2"),
+    (GLUED, (Turn("user", "hello"), Turn("assistant", "the user asks")), "share a token"),
+    (CHATML, (Turn("assistant", "hello"), Turn("user", "a")), "starts with the assistant"),
+    ("{% if add_generation_prompt %}x{% endif %}" + CHATML, SINGLE, "is not how the conversation goes on"),
+    ("{{ messages[0].nothing.at_all }}", SINGLE, "refuses"),
+])  # fmt: skip
+def test_what_cannot_be_trained_exactly_is_refused_with_the_place_where_it_fails(tokenizer_with, template, turns, said):
+    with pytest.raises(UserError) as caught:
+        encode(tokenizer_with(template), turns)
+    assert said in str(caught.value) and "rows.jsonl:7" in str(caught.value)
+
+
+def test_a_wrong_row_does_not_spoil_the_others_of_its_group(chatml):
+    results = ChatEncoder(chatml).encode([("r:1", MULTI), ("r:2", (Turn("assistant", "x"),)), ("r:3", SINGLE)])
+    assert isinstance(results[1], UserError)
+    for result, turns in ((results[0], MULTI), (results[2], SINGLE)):
+        assert (result.ids.tolist(), result.trained.tolist()) == encode(chatml, turns)
+
+
+def test_an_answer_that_contains_the_text_of_a_stop_token_is_trained_to_its_real_end(chatml):
+    ids, trained = encode(chatml, (Turn("user", "a"), Turn("assistant", "write <|im_end|> to stop")))
+    assert chatml.decode(spans(ids, trained)[0]) == "write <|im_end|> to stop<|im_end|>"
+
+
+def test_an_answer_whose_words_stand_in_what_the_template_inserts_is_found_all_the_same(tokenizer_with):
+    tokenizer = tokenizer_with(QWEN3.replace("<think>\n\n", "<think>yes or no<|eot|>"))
+    ids, trained = encode(tokenizer, (Turn("user", "a"), Turn("assistant", "yes")))
+    assert tokenizer.decode(spans(ids, trained)[0]) == "<think>yes or no<|eot|></think>\n\nyes<|im_end|>"
+
+
+def test_a_tokenizer_without_template_is_refused_before_any_row(tokenizer_with):
+    with pytest.raises(UserError, match="model.chat_template: got a tokenizer without a chat template"):
+        ChatEncoder(tokenizer_with(None))
+
+
+def test_documents_end_with_eos_and_start_with_bos_only_where_the_tokenizer_wants_it(tokenizer_with):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(None)
+    text = "hello 12"
+    plain = tokenizer(text, add_special_tokens=False).input_ids
+    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
+    assert document.ids.tolist() == [*plain, tokenizer.eos_token_id]
+    special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
+    assert document.ids.tolist() == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]

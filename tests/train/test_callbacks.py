@@ -1,0 +1,172 @@
+"""What watches a run, on the real strategy and engine with a very small model: progress, plot, stop on request, failure reports."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from framework.config.schema import LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
+from framework.train.callbacks.failure import FailureReporter
+from framework.train.callbacks.plot import PlotMetrics
+from framework.train.callbacks.progress import Progress
+from framework.train.callbacks.stop import DelayedFlag, GracefulStop
+from framework.train.failure import read_failure
+from framework.train.loggers import Tracker
+from framework.train.metrics import MetricsFile, read_metrics
+from framework.train.module import CausalLMModule
+from framework.train.run_dir import stop_marker
+from framework.train.trainer import build_strategy, build_trainer
+
+TINY = LlamaConfig(
+    vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16
+)
+TOKENS_PER_RANK = 12
+
+
+class Steps:
+    """A sized loader of `count` steps, each one micro-batch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self):
+        for step in range(self.count):
+            ids = torch.arange(16).reshape(1, 16) + step % 8
+            labels = torch.where(torch.arange(16) < TOKENS_PER_RANK, (ids + 1) % 32, -100)
+            yield [{"input_ids": ids, "labels": labels, "trained_tokens": TOKENS_PER_RANK}]
+
+
+class Remembered(Tracker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def log(self, step, values) -> None:
+        self.seen.append((step, values))
+
+
+class At(pl.Callback):
+    """Does `what` after step `step` of rank `rank`."""
+
+    def __init__(self, rank: int, step: int, what) -> None:
+        self.rank, self.step, self.what = rank, step, what
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            self.what()
+
+
+def fit(run_dir: Path, steps: int, *, every: int = 1, others=(), validation: bool = False) -> tuple[str, Progress, Tracker, GracefulStop]:
+    """Train; console output, and the callbacks to look at."""
+    rank = dist.get_rank()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    recipe = RecipeConfig(zero=ZeroConfig(stage=2), trainer=TrainerConfig(accelerator="cpu", collective_timeout_seconds=30))
+    module = CausalLMModule(TINY, optimizer=OptimizerConfig(lr=0.01), schedule=ScheduleConfig(name="constant"), total_steps=steps)
+    tracker = Remembered()
+    metrics = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
+    progress = Progress(metrics, tracker, total_steps=steps, steps_per_epoch=4, log_every_n_steps=every)
+    stop = GracefulStop(run_dir, supervised=True)
+    callbacks = [FailureReporter(run_dir), progress, stop, PlotMetrics(run_dir, "tiny"), *others]
+    trainer = build_trainer(recipe, build_strategy(recipe), total_steps=steps, run_dir=run_dir, callbacks=callbacks)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        trainer.fit(module, Steps(steps), DataLoader(next(iter(Steps(1))), batch_size=None) if validation else None)
+    return output.getvalue(), progress, tracker, stop
+
+
+# ---- progress
+def train_and_look(run_dir: Path, steps: int, every: int, validation: bool = False):
+    output, progress, tracker, _ = fit(run_dir, steps, every=every, validation=validation)
+    return output, tracker.seen
+
+
+def test_every_logged_step_is_on_the_console_in_the_file_and_in_the_dashboard(tmp_path, ranks):
+    (output, seen), (other_output, other_seen) = ranks(2, train_and_look, tmp_path, 10, 4)
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row.step for row in rows] == [1, 4, 8, 10], "the first, each 4th, the last"
+    assert [row.epoch for row in rows] == [0.25, 1.0, 2.0, 2.5]
+    assert [row.tokens for row in rows] == [2 * TOKENS_PER_RANK * row.step for row in rows], "of both ranks, also of steps between"
+    assert [step for step, _ in seen] == [1, 4, 8, 10]
+    assert seen[-1][1]["train/loss"] == rows[-1].loss and seen[-1][1]["tokens"] == rows[-1].tokens
+    lines = [line for line in output.splitlines() if line.startswith("step ")]
+    assert len(lines) == 4
+    assert lines[1].startswith(f"step  4/10  epoch 1.00  loss {rows[1].loss:.4f}  lr 1.00e-02  grad {rows[1].grad_norm:.3f}  ")
+    assert (other_output, other_seen) == ("", [])
+
+
+def test_a_logged_loss_does_not_depend_on_the_cadence(tmp_path, ranks):
+    ranks(2, train_and_look, tmp_path / "each", 8, 1)
+    ranks(2, train_and_look, tmp_path / "fourth", 8, 4)
+    each = {row.step: (row.loss, row.grad_norm) for row in read_metrics(tmp_path / "each" / "metrics.csv")}
+    fourth = {row.step: (row.loss, row.grad_norm) for row in read_metrics(tmp_path / "fourth" / "metrics.csv")}
+    assert fourth == {step: each[step] for step in fourth}
+    assert (tmp_path / "each" / "plot.png").exists()
+
+
+def test_a_validation_has_its_own_line_and_row(tmp_path, ranks):
+    (output, seen), _ = ranks(2, train_and_look, tmp_path, 4, 1, True)
+    *training, validation = read_metrics(tmp_path / "metrics.csv")
+    assert [row.step for row in training] == [1, 2, 3, 4]
+    assert (validation.step, validation.loss) == (4, None) and validation.val_loss > 0
+    assert f"step 4/4  validation loss {validation.val_loss:.4f}  perplexity {math.exp(validation.val_loss):.2f}" in output
+    assert seen[-1][1]["val/loss"] == validation.val_loss
+
+
+# ---- stop
+def stop_in_the_middle(run_dir: Path, rank: int, number: int):
+    _, progress, _, stop = fit(run_dir, 200, others=[At(rank, 5, lambda: os.kill(os.getpid(), number))])
+    return stop.stopped_at_step, signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, ranks, rank, number):
+    (first, restored_0), (second, restored_1) = ranks(2, stop_in_the_middle, tmp_path, rank, number)
+    assert first == second == 6
+    assert restored_0 and restored_1, "outside of training the signal ends the process again"
+    assert stop_marker(tmp_path).read_text() == "6"
+    assert [row.step for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_the_stop_flag_is_read_at_once_on_the_cpu():
+    flag = DelayedFlag()
+    assert [flag.above_zero(torch.tensor(value)) for value in (0.0, 2.0, 0.0)] == [False, True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_stop_flag_is_read_one_call_late_on_cuda():
+    flag = DelayedFlag()
+    assert [flag.above_zero(torch.tensor(value, device="cuda")) for value in (0.0, 2.0, 0.0, 0.0)] == [False, False, True, False]
+
+
+# ---- failure
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def fail(run_dir: Path):
+    try:
+        fit(run_dir, 20, others=[At(0, 3, boom)])
+    except ValueError as error:
+        return read_failure(run_dir, 0), str(error), (run_dir / "plot.png").exists()
+
+
+def test_an_exception_is_reported_and_what_was_logged_is_plotted(tmp_path, ranks):
+    ((report, message, plotted),) = ranks(1, fail, tmp_path)
+    assert (report.rank, report.kind, report.type, report.message) == (0, "error", "ValueError", "boom") and message == "boom"
+    assert "in boom" in report.traceback
+    assert plotted

@@ -202,6 +202,7 @@ class FlatBuffer:
 
     def publish(self) -> None:
         """After the masters have changed: bring `shard` up to date, and mark what other ranks hold as stale."""
+        self.wait()
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         if self.present:

@@ -94,6 +94,7 @@ class ZeroEngine:
         self.steps_done = 0
         self._task: int | None = None
         self._depth = 0
+        self._release_on_leaving = False
         self._unchecked: torch.Tensor | None = None
         self._new_step()
 
@@ -239,8 +240,9 @@ class ZeroEngine:
         self.prefetch.end()
         for unit in self.units:
             unit.begin_pass()
-            if unit.name or not self._depth:  # else the root is in use still: backward was called inside a wrapped method
+            if unit.name or not self._depth:
                 unit.release()
+        self._release_on_leaving = self._depth > 0  # backward was called inside a wrapped method, which may go on using the root
 
     def _reduce_leftovers(self) -> None:
         """Gradients of micro-batches that were all said not to be the last one."""
@@ -295,7 +297,7 @@ class ZeroEngine:
 
     def reset(self) -> None:
         """After an exception in forward, backward or step: forget this step. Parameters and optimizer state stay."""
-        self._task, self._depth, self._unchecked = None, 0, None
+        self._task, self._depth, self._unchecked, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()
         self.pool.drop()
@@ -315,13 +317,12 @@ class ZeroEngine:
         if compat.backward_id() >= 0:
             return None
         self._depth -= 1
-        replaced = self.units[0].watch_outputs(out)
-        if not self._depth and not torch.is_grad_enabled():
+        if not self._depth and (self._release_on_leaving or not torch.is_grad_enabled()):
+            self._release_on_leaving = False
             self.prefetch.end()
-            if self._task is None:
-                for unit in self.units:
-                    unit.release()
-        return replaced
+            for unit in self.units:
+                unit.release()
+        return self.units[0].watch_outputs(out)
 
     def _enter_root_through_forward(self) -> None:
         self.module.register_forward_pre_hook(lambda _, args, kwargs: self._enter(args, kwargs), with_kwargs=True, prepend=True)

@@ -94,16 +94,17 @@ def state_bytes(
     def largest(measure: Callable[[UnitLayout], int]) -> int:
         return max((measure(block) for block in blocks), default=0)
 
-    in_backward = at_end = 0
+    ring = min(2, len(blocks))
+    always = reducing(root) + ring * largest(reducing) if policy.grads is SHARDED else 0
+    ahead = 0
     if policy.params_at_rest is SHARDED:
-        ahead = min(len(blocks) - 1, max(1, prefetch_bytes // largest(gathered))) if blocks and prefetch_bytes else 0
-        in_backward += gathered(root) + (1 + ahead) * largest(gathered)
-        at_end += gathered(root)
-    in_flight = min(2, len(blocks))
-    if policy.grads is SHARDED:
-        in_backward += reducing(root) + in_flight * largest(reducing)
-        at_end += reducing(root) + in_flight * largest(reducing)
-    in_backward += in_flight * largest(received)
-    at_end += received(root) + min(1, len(blocks)) * largest(received)
+        always += gathered(root)
+        if blocks and prefetch_bytes:
+            ahead = max(1, prefetch_bytes // largest(gathered))
+    in_backward = 0
+    for under_way in range(1, ring + 1):  # blocks whose gradients are being summed; those before the last one are released
+        held = min(1 + ahead, len(blocks) - under_way + 1) * largest(gathered) if policy.params_at_rest is SHARDED else 0
+        in_backward = max(in_backward, always + held + under_way * largest(received))
+    at_end = always + received(root) + min(1, len(blocks)) * largest(received)
     temporary = max(in_backward, at_end)
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary)

@@ -143,6 +143,58 @@ def test_evaluation_between_steps_sees_the_current_weights_and_releases_them(ran
         assert gathered == 0
 
 
+def test_a_released_parameter_can_be_printed_and_reads_as_nan() -> None:
+    model = zoo.make("Plain", torch.float32)
+    ZeroEngine(model, ZeroConfig(stage=3), optimizer=zoo.adamw(model))
+    weight = model.blocks[0].up.weight
+    assert weight.shape == (29, zoo.WIDTH) and "nan" in repr(weight) and bool(weight.sum().isnan())
+
+
+class ChoosesItsLoss(zoo.Plain):
+    """Calls backward itself, and uses the root's parameters afterwards, as a user's `training_step` may."""
+
+    def training_step(self, engine: ZeroEngine, ids: torch.Tensor) -> float:
+        loss = self(ids)
+        engine.backward(loss, zoo.count_tokens(ids))
+        return float(self.embed.weight.detach().sum())
+
+
+def backward_inside_a_wrapped_method(stage: int) -> tuple[float, int]:
+    torch.manual_seed(1)
+    model = ChoosesItsLoss()
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), optimizer=zoo.adamw(model))
+    engine.wrap_method(model, "training_step")
+    sums = [model.training_step(engine, ids[0]) for ids in zoo.micro_batches(2, 1) if engine.steps_done == 0 or engine.step()]
+    engine.step()
+    return sums, engine.memory.by_kind.get("gathered", 0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_backward_inside_a_wrapped_method_leaves_the_root_usable_until_it_returns(ranks, stage: int) -> None:
+    for sums, gathered in ranks(2, backward_inside_a_wrapped_method, stage):
+        assert all(value == value for value in sums) and gathered == 0
+
+
+def used_after_a_step_without_release() -> tuple[float, float]:
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=zoo.adamw(model))
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    engine.backward(engine.module(ids), zoo.count_tokens(ids))
+    for unit in engine.units:
+        unit.gather()
+    engine.step()
+    with torch.no_grad():
+        kept = float(engine.module(ids))
+        again = float(engine.module(ids))
+    return kept, again
+
+
+def test_parameters_that_were_present_during_a_step_are_brought_up_to_date(ranks) -> None:
+    for world_size in (1, 2):
+        kept, again = ranks(world_size, used_after_a_step_without_release)[0]
+        assert kept == again
+
+
 def bytes_per_step(stage: int) -> tuple[int, int]:
     model = zoo.make("Plain", torch.float32)
     engine = ZeroEngine(model, ZeroConfig(stage=stage), optimizer=zoo.adamw(model))

@@ -31,6 +31,13 @@ def test_seeded_initialisation_is_the_same_for_every_stage_and_world_size(ranks,
     assert not torch.equal(build_by_reset(name, 0, seed=4)["embed.weight"], expected["embed.weight"])
 
 
+def test_a_tie_between_blocks_survives_initialisation_on_the_meta_device() -> None:
+    expected = build_by_reset("TiedAcrossBlocks", 0)
+    sharded = build_by_reset("TiedAcrossBlocks", 3)
+    assert all(torch.equal(sharded[name], expected[name]) for name in expected)
+    assert expected["blocks.2.up.bias"].std() > 0
+
+
 def test_a_module_that_cannot_initialise_itself_is_named() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,190 @@
+"""A whole run on a tiny model: the same training for every stage and number of ranks, and everything that a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from framework.cli.fit import facts_of, plan_of, preview, run
+from framework.config.errors import UserError
+from framework.config.schedule import lr_factor
+from framework.config.schema import (
+    DataConfig,
+    EvalConfig,
+    LlamaConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    TrainerConfig,
+    ZeroConfig,
+)
+from framework.data.batches import StepBatches
+from framework.data.dataset import TokenDataset
+from framework.data.prepare import prepare
+from framework.models.llama import Llama
+from framework.models.tokenizer import load_tokenizer
+from framework.plan.plan import DataFacts, make_plan
+from framework.train.metrics import read_metrics, series
+from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, read_summary, write_run_dir
+from framework.zero import ZeroEngine
+from tests.data.templates import CHATML
+from tests.models.families import byte_tokenizer
+
+STEPS = 5
+ARCHITECTURE = LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> RecipeConfig:
+    folder = tmp_path_factory.mktemp("inputs")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder / "tokenizer")
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {'x' * (i % 7)}"}, {"role": "assistant", "content": "y" * (i % 5 + 1)}]}
+        for i in range(23)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RecipeConfig(
+        name="tiny",
+        seed=3,
+        model=ModelConfig(arch=ARCHITECTURE, tokenizer=str(folder / "tokenizer")),
+        data=DataConfig(train=str(folder / "rows.jsonl"), validation_fraction=0.1, max_tokens=128),
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, grad_clip=0.5),
+        schedule=ScheduleConfig(name="linear", warmup_steps=1),
+        trainer=TrainerConfig(max_steps=STEPS, global_batch_size=8, micro_batch_size=1, accelerator="cpu"),
+        eval=EvalConfig(every_n_steps=2),
+    )
+
+
+def fit(recipe: RecipeConfig, run_dir: Path) -> None:
+    """Be one rank of a run."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    run(recipe, run_dir)
+
+
+def plain_losses(recipe: RecipeConfig) -> list[float]:
+    """The same training by plain torch in one process: whole global batches, all logits."""
+    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False)
+    with torch.device("meta"):
+        start = Llama(ARCHITECTURE)
+    engine = ZeroEngine(start, seed=recipe.seed)  # for its initial weights
+    model = Llama(ARCHITECTURE)
+    model.load_state_dict({name: tensor for name, tensor in engine.full_tensors()}, strict=False)
+    groups = [[p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]]
+    config = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+        betas=config.betas,
+        eps=config.eps,
+    )
+    batches = StepBatches(prepared.train, micro_batch_size=8, accumulate=1, seed=recipe.seed)
+    losses: list[float] = []
+    for epoch in range(STEPS):
+        batches.set_epoch(epoch)
+        for (batch,) in batches:
+            if len(losses) == STEPS:
+                return losses
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * lr_factor(recipe.schedule, len(losses), STEPS)
+            loss = cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            optimizer.step()
+            losses.append(loss.item())
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_p21_p44_a_recipe_trains_as_plain_torch_for_every_stage(ranks, recipe, tmp_path, world_size: int) -> None:
+    expected = plain_losses(recipe)
+    for stage in (0, 1, 2, 3):
+        run_dir = tmp_path / f"zero{stage}"
+        sharded = dataclasses.replace(recipe, zero=ZeroConfig(stage=stage))
+        write_run_dir(run_dir, sharded, overrides=[], command=["test"])
+        ranks(world_size, fit, sharded, run_dir, timeout=120)
+        rows = read_metrics(run_dir / METRICS)
+        assert series(rows, "loss") == (list(range(1, STEPS + 1)), pytest.approx(expected, rel=1e-5))
+        assert series(rows, "val_loss")[0] == [2, 4, 5]
+        plan = plan_of(sharded, None, prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False), world_size)
+        assert read_summary(run_dir)["peak_model_state_bytes"] == pytest.approx(plan.state_bytes(stage).total, rel=0.02)
+
+
+def test_a_run_leaves_everything_behind_and_transformers_loads_its_export(ranks, recipe, tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    exact = dataclasses.replace(recipe, zero=ZeroConfig(stage=3), checkpoint=dataclasses.replace(recipe.checkpoint, export_dtype="float32"))
+    write_run_dir(run_dir, exact, overrides=[], command=["test"])
+    ranks(2, fit, exact, run_dir, timeout=120)
+    assert {path.name for path in run_dir.iterdir()} >= {METRICS, PLAN, LEDGER, PLOT, EXPORT, "config.yaml", "summary.json"}
+    assert not (run_dir / "tokens").exists()
+    assert (read_summary(run_dir)["reason"], read_summary(run_dir)["steps"]) == ("done", STEPS)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run_dir / EXPORT), AutoTokenizer.from_pretrained(run_dir / EXPORT)
+    assert tokenizer.chat_template == CHATML
+    batch = next(iter(StepBatches(prepare(recipe.data, tokenizer, seed=3, show_progress=False).train, micro_batch_size=23, accumulate=1)))[
+        0
+    ]
+    with torch.no_grad():
+        loss = cross_entropy(model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+    assert loss < read_metrics(run_dir / METRICS)[0].loss - 1.0
+
+
+def test_check_prints_ledger_steps_rates_and_bytes_of_every_stage(recipe) -> None:
+    text = preview(recipe)
+    for expected in (
+        "data.train",
+        "5 = 1.667 epochs of 3",
+        "linear: step 1 0.01",
+        "zero=3",
+        "8 samples per step",
+        "1 micro x 8 accumulated",
+    ):
+        assert expected in text
+
+
+def facts(ids: list[int]) -> DataFacts:
+    trained = np.arange(len(ids)) > 0
+    return facts_of(TokenDataset(np.array(ids, dtype=np.int32), trained, np.array([0, len(ids)])))
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(recipe) -> None:
+    with pytest.raises(UserError, match="id 300") as caught:
+        make_plan(recipe, ARCHITECTURE, facts([1, 300]), None, 1)
+    assert caught.value.problems[0].fix == "model.arch.vocab_size=301"
+
+
+def test_a_sample_longer_than_the_models_positions_is_refused(recipe) -> None:
+    with pytest.raises(UserError, match="a sample of 257 tokens"):
+        make_plan(recipe, ARCHITECTURE, facts([1] * 257), None, 1)
+
+
+def test_p36_another_plan_on_one_rank_is_refused_before_the_first_step(ranks, recipe, tmp_path) -> None:
+    assert ranks(2, disagrees, recipe, tmp_path / "run") == ["another plan on rank 1 than on rank 0"] * 2
+
+
+def disagrees(recipe: RecipeConfig, run_dir: Path) -> str:
+    other = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, lr=1e-3)) if dist.get_rank() else recipe
+    with pytest.raises(UserError) as caught:
+        fit(other, run_dir)
+    return caught.value.problems[0].got

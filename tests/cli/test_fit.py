@@ -7,14 +7,13 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from framework.cli.fit import facts_of, plan_of, preview, run
+from framework.cli.fit import plan_of, preview, run
 from framework.config.errors import UserError
 from framework.config.schedule import lr_factor
 from framework.config.schema import (
@@ -29,11 +28,9 @@ from framework.config.schema import (
     ZeroConfig,
 )
 from framework.data.batches import StepBatches
-from framework.data.dataset import TokenDataset
 from framework.data.prepare import prepare
 from framework.models.llama import Llama
 from framework.models.tokenizer import load_tokenizer
-from framework.plan.plan import DataFacts, make_plan
 from framework.train.metrics import read_metrics, series
 from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, read_summary, write_run_dir
 from framework.zero import ZeroEngine
@@ -161,22 +158,6 @@ def test_check_prints_ledger_steps_rates_and_bytes_of_every_stage(recipe) -> Non
         "1 micro x 8 accumulated",
     ):
         assert expected in text
-
-
-def facts(ids: list[int]) -> DataFacts:
-    trained = np.arange(len(ids)) > 0
-    return facts_of(TokenDataset(np.array(ids, dtype=np.int32), trained, np.array([0, len(ids)])))
-
-
-def test_a_tokenizer_that_does_not_fit_the_model_is_refused(recipe) -> None:
-    with pytest.raises(UserError, match="id 300") as caught:
-        make_plan(recipe, ARCHITECTURE, facts([1, 300]), None, 1)
-    assert caught.value.problems[0].fix == "model.arch.vocab_size=301"
-
-
-def test_a_sample_longer_than_the_models_positions_is_refused(recipe) -> None:
-    with pytest.raises(UserError, match="a sample of 257 tokens"):
-        make_plan(recipe, ARCHITECTURE, facts([1] * 257), None, 1)
 
 
 def test_p36_another_plan_on_one_rank_is_refused_before_the_first_step(ranks, recipe, tmp_path) -> None:

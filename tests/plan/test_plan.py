@@ -1,0 +1,92 @@
+"""The plan: what follows from recipe, model and data, and what does not fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from framework.config.errors import UserError
+from framework.config.schema import LlamaConfig, OptimizerConfig, PrecisionConfig, RecipeConfig, ScheduleConfig, TrainerConfig
+from framework.models.architecture import parameter_count
+from framework.plan.describe import describe
+from framework.plan.plan import DataFacts, Plan, make_plan
+
+ARCHITECTURE = LlamaConfig(
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=256
+)
+RECIPE = RecipeConfig(
+    optimizer=OptimizerConfig(lr=1e-3),
+    schedule=ScheduleConfig(name="linear", warmup_steps=2),
+    trainer=TrainerConfig(epochs=2, global_batch_size=8, micro_batch_size=2),
+)
+FACTS = DataFacts(samples=42, tokens=4200, trained_tokens=1000, longest=200, largest_id=299, digest="d")
+
+
+def plan(recipe: RecipeConfig = RECIPE, facts: DataFacts = FACTS, ranks: int = 2) -> Plan:
+    return make_plan(recipe, ARCHITECTURE, facts, None, ranks)
+
+
+def test_steps_batch_and_rates_follow_from_the_data() -> None:
+    made = plan()
+    assert (made.steps.steps_per_epoch, made.steps.total_steps) == (6, 12)
+    assert (made.batch.micro_batch_size, made.batch.accumulate, made.batch.world_size) == (2, 2, 2)
+    assert (made.lr(0), made.lr(1), made.lr(11)) == (5e-4, 1e-3, 0.0)
+    assert made.tokens_per_step == 800
+
+
+def test_parameters_are_those_of_the_architecture() -> None:
+    assert plan().parameters == plan().trained_parameters == parameter_count(ARCHITECTURE)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_parameter"), [("float32", 16), ("bfloat16", 18), ("float64", 32)])
+def test_stage_0_on_one_rank_holds_parameters_gradients_masters_and_two_moments(dtype: str, bytes_per_parameter: int) -> None:
+    made = plan(dataclasses.replace(RECIPE, precision=PrecisionConfig(compute_dtype=dtype)), ranks=1)
+    assert made.state_bytes(0).total == pytest.approx(bytes_per_parameter * made.parameters, rel=0.03)
+
+
+def test_every_stage_shards_more_of_what_stays() -> None:
+    per_rank = [plan(ranks=4).state_bytes(stage) for stage in (0, 1, 2, 3)]
+    stays = [state.total - state.temporary for state in per_rank]
+    assert stays == sorted(stays, reverse=True)
+    assert stays[3] == pytest.approx(stays[0] / 4, rel=0.1)  # small parameters: the alignment of each shows
+
+
+@pytest.mark.parametrize(
+    ("facts", "message", "fix"),
+    [
+        ({"largest_id": 300}, "the id 300", "model.arch.vocab_size=301"),
+        ({"longest": 257}, "a sample of 257 tokens", "data.max_tokens=256"),
+    ],
+)
+def test_data_that_the_model_cannot_take_are_refused(facts: dict, message: str, fix: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        plan(facts=dataclasses.replace(FACTS, **facts))
+    assert caught.value.problems[0].fix == fix
+
+
+def test_p25_a_warm_up_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(UserError, match="warm-up"):
+        plan(dataclasses.replace(RECIPE, schedule=ScheduleConfig(name="linear", warmup_steps=12)))
+
+
+def test_p36_whatever_differs_changes_the_fingerprint() -> None:
+    others = [
+        plan(dataclasses.replace(RECIPE, seed=1)),
+        plan(facts=dataclasses.replace(FACTS, digest="e")),
+        plan(ranks=1),
+    ]
+    assert len({plan().fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert plan().fingerprint == plan().fingerprint
+
+
+def test_the_page_names_every_number_and_marks_the_chosen_stage() -> None:
+    page = describe(plan(dataclasses.replace(RECIPE, zero=dataclasses.replace(RECIPE.zero, stage=2))))
+    for expected in (
+        "42 samples, 4,200 tokens, 1,000 trained; longest 200",
+        "12 = 2 epochs of 6",
+        "linear: step 1 0.0005",
+        "2 micro x 2 accumulated",
+    ):
+        assert expected in page
+    assert [line[:8] for line in page.splitlines() if line.startswith(">")] == ["> zero=2"]

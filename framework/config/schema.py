@@ -146,8 +146,8 @@ class ZeroConfig:
     """0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     reshard_after_forward: bool = True
     """Stage 3: free a block's gathered parameters between its forward and its backward (False: more memory, one gather less)."""
-    prefetch_bytes: int = 268435456
-    """Stage 3: gathered-ahead parameters per rank, in bytes; 0 turns prefetch off."""
+    prefetch_bytes: int = 33554432
+    """Stage 3: blocks gathered ahead may take so many bytes per rank, and one block always may; 0 turns prefetching off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import socket
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from framework.ranks import launched
+from framework.ranks import Place, launched
 
 
 class RankEnvironment(ClusterEnvironment):
@@ -34,12 +34,12 @@ class RankEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        place = launched(os.environ)
+        place = self._place()
         return place.master_addr if place else os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        if place := launched(os.environ):
+        if place := self._place():
             return place.master_port
         if "MASTER_PORT" in os.environ:
             return int(os.environ["MASTER_PORT"])
@@ -52,22 +52,27 @@ class RankEnvironment(ClusterEnvironment):
     def global_rank(self) -> int:
         if dist.is_initialized():
             return dist.get_rank()
-        place = launched(os.environ)
+        place = self._place()
         return place.rank if place else self._rank
 
     def world_size(self) -> int:
         if dist.is_initialized():
             return dist.get_world_size()
-        place = launched(os.environ)
+        place = self._place()
         return place.world_size if place else self._world_size
 
     def local_rank(self) -> int:
-        place = launched(os.environ)
+        place = self._place()
         return place.local_rank if place else int(os.environ.get("LOCAL_RANK", 0))
 
     def node_rank(self) -> int:
-        place = launched(os.environ)
+        place = self._place()
         return place.node_rank if place else int(os.environ.get("NODE_RANK", 0))
+
+    @staticmethod
+    def _place() -> Place | None:
+        """What a launcher says; with a process group there need not be all of it."""
+        return None if dist.is_initialized() else launched(os.environ)
 
     def set_global_rank(self, rank: int) -> None:
         self._rank = rank

@@ -1,9 +1,10 @@
 """One flat buffer: the storage behind all parameters of a layout, and how it is gathered, released, filled with gradients and reduced.
 
 Parameters are views of `full`; gathering and releasing only resizes the storage below them, so that nothing is copied in or
-out and views that autograd saved see the refilled data. A released parameter keeps its shape and reads as NaN: it can be printed, and a
-use that was not announced poisons the loss, which the step refuses, instead of giving wrong numbers. All writes go through `alias`,
-which has a version counter of its own: autograd does not take a gather for an in-place change of the parameters.
+out and views that autograd saved see the refilled data. A parameter that is released, or of which other ranks hold newer parts, keeps its
+shape and reads as NaN: it can be printed, and a use that was not announced poisons the loss, which the step refuses, instead of giving
+wrong numbers. All writes go through `alias`, which has a version counter of its own: autograd does not take a gather for an in-place
+change of the parameters.
 
     full    compute dtype  [S * N]  the parameters; storage present or released
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
@@ -24,29 +25,46 @@ from framework.zero.policy import FULL, SHARDED, Policy
 
 
 class GradPool:
-    """Gradient buffers that units of equal layout use in turn. At most two reductions are under way;
-    the next one waits for the older.
+    """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own. At most two reductions are
+    under way; the next one waits for the older.
 
-    Buffers are zeroed once, when they are made; later only parameters are written, so gaps and padding stay zero.
+    Gaps and padding must be zero: they are when a buffer is made, only parameters are written into it, and it is zeroed when a block with
+    another layout takes it over.
     """
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
-        self._free: dict[tuple, list[torch.Tensor]] = {}
+        self._block_numel = 0
+        self._free: dict[int, list[tuple[torch.Tensor, tuple]]] = {}
+        """By elements: (buffer, extents of the layout that it was last used for)."""
+        self._in_use: dict[FlatBuffer, torch.Tensor] = {}
         self._reducing: list[FlatBuffer] = []
 
+    def expect(self, buffer: FlatBuffer) -> None:
+        """`buffer` is going to ask; called for all of them before the first asks."""
+        if buffer.layout.unit:
+            self._block_numel = max(self._block_numel, buffer.padded)
+
     def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
-        free = self._free.setdefault(buffer.extents, [])
+        """Room for the gradients of `buffer` [S * N], with arbitrary values where its parameters lie."""
+        numel = self._block_numel if buffer.layout.unit else buffer.padded
+        free = self._free.setdefault(numel, [])
         if not free:
             self.finish(keep=1)
         if free:
-            return free.pop()
-        made = buffer.full.new_zeros(buffer.padded, dtype=buffer.master_dtype)
-        self._meter.add("reducing", made.nbytes)
-        return made
+            flat, extents = free.pop()
+        else:
+            flat, extents = buffer.full.new_zeros(numel, dtype=buffer.master_dtype), buffer.extents
+            self._meter.add("reducing", flat.nbytes)
+        grads = flat[: buffer.padded]
+        if extents != buffer.extents:
+            grads.zero_()
+        self._in_use[buffer] = flat
+        return grads
 
-    def release(self, buffer: FlatBuffer, grads: torch.Tensor) -> None:
-        self._free[buffer.extents].append(grads)
+    def release(self, buffer: FlatBuffer) -> None:
+        flat = self._in_use.pop(buffer)
+        self._free[flat.numel()].append((flat, buffer.extents))
 
     def started(self, buffer: FlatBuffer) -> None:
         """`buffer`'s reduction is under way."""
@@ -60,11 +78,10 @@ class GradPool:
 
     def drop(self) -> None:
         """Forget everything (after an exception)."""
-        self._reducing.clear()
-        for buffers in self._free.values():
-            for buffer in buffers:
-                self._meter.add("reducing", -buffer.nbytes)
-        self._free.clear()
+        for flat in (*self._in_use.values(), *(flat for free in self._free.values() for flat, _ in free)):
+            self._meter.add("reducing", -flat.nbytes)
+        for forgotten in (self._reducing, self._in_use, self._free):
+            forgotten.clear()
 
 
 class FlatBuffer:
@@ -94,7 +111,7 @@ class FlatBuffer:
         self.permanent = policy.params_at_rest is FULL
         self.parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []
-        self._released: list[torch.Tensor] = []
+        self._unreadable: list[torch.Tensor] = []
 
         self.full = torch.zeros(self.padded, dtype=compute_dtype, device=device)
         self._storage, self._full_bytes = self.full.untyped_storage(), self.full.nbytes
@@ -135,6 +152,7 @@ class FlatBuffer:
             else:
                 self.grad = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
                 meter.add("grads", self.grad.nbytes)
+                pool.expect(self)
 
     # -- parameters -----------------------------------------------------------------------------------------------------------
 
@@ -143,12 +161,12 @@ class FlatBuffer:
         return self.full[slot.offset : slot.stop].view(slot.shape)
 
     def bind(self, parameters: list[nn.Parameter]) -> None:
-        """Make `parameters`, one for each slot, views of `full` for as long as its storage is there."""
+        """Make `parameters`, one for each slot, views of `full` for as long as it is present and current."""
         self.parameters = parameters
         self._views = [self.view(slot) for slot in self.layout.slots]
         nan = torch.full((), torch.nan, dtype=self.compute_dtype, device=self.full.device)
-        self._released = [nan.expand(slot.shape) for slot in self.layout.slots]
-        self._point_at(self._views)
+        self._unreadable = [nan.expand(slot.shape) for slot in self.layout.slots]
+        self._point_at(self._views if self.readable else self._unreadable)
 
     def _point_at(self, tensors: list[torch.Tensor]) -> None:
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
@@ -160,8 +178,18 @@ class FlatBuffer:
         return self.layout.pieces(self.start, self.start + self.shard_numel)
 
     @property
+    def readable(self) -> bool:
+        """Whether the parameters are whole and current, or will be after `wait`."""
+        return self.present and not self.stale
+
+    @property
+    def moved(self) -> bool:
+        """Whether parameters were moved out of the buffer, as `module.to(...)` does."""
+        return self.readable and self.parameters[0].data_ptr() != self._views[0].data_ptr()
+
+    @property
     def needs_gather(self) -> bool:
-        return self._gathering is None and (not self.present or self.stale)
+        return self._gathering is None and not self.readable
 
     @property
     def gather_bytes(self) -> int:
@@ -181,8 +209,8 @@ class FlatBuffer:
             self._storage.resize_(self._full_bytes)
             self.meter.add("gathered", self._full_bytes)
             self.present = True
-            self._point_at(self._views)
         self.stale = False
+        self._point_at(self._views)
         self._gathering = self.shard_comm.all_gather(self.alias, self.shard, self.gather_tag)
 
     def wait(self) -> None:
@@ -195,7 +223,7 @@ class FlatBuffer:
         if self.permanent or not self.present:
             return
         self.wait()
-        self._point_at(self._released)
+        self._point_at(self._unreadable)
         self._storage.resize_(0)
         self.meter.add("gathered", -self._full_bytes)
         self.present = False
@@ -205,8 +233,13 @@ class FlatBuffer:
         self.wait()
         if self.master is not self.shard:
             self.shard.copy_(self.master)
-        if self.present:
-            self.stale = self.shard_comm.size > 1 or not self.permanent
+        self._outdate()
+
+    def _outdate(self) -> None:
+        """Of `full`, only this rank's part is known to be current, and that only where `shard` is a slice of it."""
+        self.stale = self.present and (self.shard_comm.size > 1 or not self.permanent)
+        if self.stale:
+            self._point_at(self._unreadable)
 
     # -- gradients ------------------------------------------------------------------------------------------------------------
 
@@ -215,28 +248,31 @@ class FlatBuffer:
         parameter = self.parameters[index]
         if parameter.grad is None:
             return
-        if self.grad_full is None:
-            self.grad_full = self.pool.acquire(self)
-        if self._reduced and self.policy.grads is FULL and not self.written:
-            self._carry = self.grad.clone()  # reduced in place already: set the sums aside, so that they are not added up twice
-            self.meter.add("reducing", self._carry.nbytes)
         slot = self.layout.slots[index]
+        if not self.readable:
+            raise RuntimeError(
+                f"{slot.name} was used outside of the forward of {self.layout.unit or 'the model'}, where its values are not there: "
+                "use it in that forward, or make the method that uses it an entry with engine.wrap_method(...)"
+            )
+        self._make_room()
         target = self.grad_full[slot.offset : slot.stop].view(slot.shape)
         target.add_(parameter.grad) if index in self.written else target.copy_(parameter.grad)
         self.written.add(index)
         self.used.add(index)
         parameter.grad = None
 
-    @property
-    def reduce_pending(self) -> bool:
-        """Whether gradients wait here that other ranks have not seen."""
-        return bool(self.written)
+    def _make_room(self) -> None:
+        """For gradients in `grad_full`. Sums of this step that were made in place are set aside: they must not be added up twice."""
+        if self.grad_full is None:
+            self.grad_full = self.pool.acquire(self)
+        if self._reduced and self.policy.grads is FULL and self._carry is None:
+            self._carry = self.grad.clone()
+            self.meter.add("reducing", self._carry.nbytes)
 
     def reduce(self) -> None:
         """Begin to sum this step's gradients over the ranks. A parameter without a gradient counts as zero, so that every rank
         takes part whatever its control flow was."""
-        if self.grad_full is None:
-            self.grad_full = self.pool.acquire(self)
+        self._make_room()
         for index, slot in enumerate(self.layout.slots):
             if index not in self.written:
                 self.grad_full[slot.offset : slot.stop].zero_()
@@ -262,7 +298,7 @@ class FlatBuffer:
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None
         if self.policy.grads is SHARDED:
-            self.pool.release(self, self.grad_full)
+            self.pool.release(self)
             self.grad_full = None
 
     def end_step(self) -> None:
@@ -271,20 +307,23 @@ class FlatBuffer:
         self.used.clear()
 
     def reset(self) -> None:
-        """After an exception: forget gradients and communication under way; the masters stay as they are."""
+        """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
+        comm = self.shard_comm if self.shard_comm.size > 1 else self.replicate_comm
+        for handle in (self._gathering, self._reducing):
+            if handle is not None:
+                comm.abandon(handle)
         self._gathering = self._reducing = None
         self.meter.add("reducing", -self._received_bytes)
         self._received_bytes = 0
         if self._carry is not None:
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None
-        if self.policy.grads is SHARDED and self.grad_full is not None:
-            self.meter.add("reducing", -self.grad_full.nbytes)
+        if self.policy.grads is SHARDED:
             self.grad_full = None
         self.written.clear()
         self.used.clear()
         self._reduced = False
         for parameter in self.parameters:
             parameter.grad = None
-        self.stale = self.present and (self.shard_comm.size > 1 or not self.permanent)
+        self._outdate()
         self.release()

@@ -6,17 +6,24 @@ the pieces are added in rank order, so that the sum does not depend on timing. E
 usable (on CUDA it lets the current stream wait, not the host).
 
 Bytes that this rank sends are counted in `bytes_sent`.
+
+[Note: after an exception] What is under way must end before anything else is sent or its memory freed: a message that nobody waits for
+would be taken for a later one with its tag. Where the exception came on one rank only, the others never do their part; then this rank
+gives up after `ABANDON_SECONDS`, and refuses to communicate from there on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from framework.zero import compat
+
+ABANDON_SECONDS = 10
 
 
 class Handle:
@@ -34,6 +41,13 @@ class Handle:
             finish()
         self._keep = ()
 
+    def abandon(self) -> None:
+        """Wait without using the result. Raises RuntimeError where the other ranks do not do their part in `ABANDON_SECONDS`."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait(timedelta(seconds=ABANDON_SECONDS))
+        self._keep = ()
+
 
 class Comm:
     """One process group; `group=None` stands for this rank alone."""
@@ -43,6 +57,8 @@ class Comm:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.bytes_sent = 0
+        self._lost = False
+        """Whether the ranks no longer agree on what was sent."""
         self._messages = group is not None and dist.get_backend(group) == "gloo"
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Handle:
@@ -55,7 +71,7 @@ class Comm:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return Handle([])
-        self.bytes_sent += (self.size - 1) * numel * shard.element_size()
+        self._begin((self.size - 1) * numel * shard.element_size())
         if not self._messages:
             return Handle([compat.all_gather_single(out, shard, group=self.group, async_op=True)], keep=(out, shard))
         mine = out[self.rank * numel : (self.rank + 1) * numel]
@@ -78,7 +94,7 @@ class Comm:
         if self.size == 1:
             _put(out, mine, add)
             return Handle([])
-        self.bytes_sent += (self.size - 1) * numel * full.element_size()
+        self._begin((self.size - 1) * numel * full.element_size())
         if not self._messages:
             target = torch.empty_like(out) if add else out
             work = compat.reduce_scatter_single(target, full, group=self.group, async_op=True)
@@ -101,7 +117,7 @@ class Comm:
         """Sum `tensor` over the ranks, in place."""
         if self.size == 1:
             return Handle([])
-        self.bytes_sent += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
+        self._begin(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return Handle([dist.all_reduce(tensor, group=self.group, async_op=True)], keep=(tensor,))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -117,9 +133,22 @@ class Comm:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def abandon(self, handle: Handle) -> None:
+        """Let `handle` end although its result is not wanted. See [Note: after an exception]."""
+        try:
+            if not self._lost:
+                handle.abandon()
+        except RuntimeError:
+            self._lost = True
+
     def received_bytes(self, shard_bytes: int) -> int:
         """Memory that a reduce-scatter needs besides its input, in bytes, for the messages' way of doing it."""
         return (self.size - 1) * shard_bytes if self._messages else 0
+
+    def _begin(self, nbytes: int) -> None:
+        if self._lost:
+            raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
+        self.bytes_sent += nbytes
 
     def _peers(self) -> list[int]:
         """The other ranks, beginning with the next one, so that not all send to rank 0 first."""

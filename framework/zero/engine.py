@@ -28,7 +28,7 @@ from framework.config.schema import PrecisionConfig, ZeroConfig
 from framework.zero import compat, load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
-from framework.zero.layout import UnitLayout, plan_units
+from framework.zero.layout import Slot, UnitLayout, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
@@ -95,16 +95,20 @@ class ZeroEngine:
         self._task: int | None = None
         self._depth = 0
         self._release_on_leaving = False
-        self._unchecked: torch.Tensor | None = None
+        self._verdict: norm.Verdict | None = None
+        self.keeps_gathered = 0
+        """Depth of `gathered()`; nothing is released inside."""
         self._new_step()
 
         originals = dict(module.named_parameters(remove_duplicate=False))
+        if other := next((name for name, p in originals.items() if not p.is_floating_point()), None):
+            raise TypeError(f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point: make it a buffer")
         self.layouts = plan_units(module)
         self.buffers: list[FlatBuffer] = []
         self.units = [self._build_unit(layout, originals, read, seed) for layout in self.layouts]
         if read is not None:
             load.fill_from_reader(self.buffers, read, show=show_progress and self.world.rank == 0)
-        self._place_module_buffers()
+        load.place_module_buffers(module, self.device, self.world)
         for unit in self.units:
             unit.wait()
             unit.release()
@@ -135,6 +139,7 @@ class ZeroEngine:
         """
         if not loss.requires_grad:
             raise ValueError("the loss depends on no trained parameter (it has no graph): every rank must run backward through the model")
+        self._check_module()
         self._last = last
         self._loss_sum += loss.detach().double()
         self._tokens += tokens
@@ -162,14 +167,12 @@ class ZeroEngine:
         if not in_kernel:
             self._raise_if_not_finite(finite, sums.tokens)
         if self.sharded_optimizer is not None:
-            before = self.sharded_optimizer.state_nbytes if not self.steps_done else 0
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            if not self.steps_done:
-                self.memory.add("optimizer", self.sharded_optimizer.state_nbytes - before)
+            self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
         for buffer in self.trained:
             buffer.publish()
             buffer.end_step()
-        self._unchecked = finite if in_kernel else None
+        self._verdict = norm.Verdict(finite) if in_kernel else None
         self.steps_done += 1
         self._new_step()
         return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop)
@@ -189,9 +192,23 @@ class ZeroEngine:
         self.reset()
         raise NonFiniteError(f"step {self.steps_done + 1}: {where}; parameters and optimizer are those of before this step")
 
+    def _check_module(self) -> None:
+        """Refuse what was done to the parameters behind the engine's back and would train nothing, silently."""
+        for buffer in self.buffers:
+            if buffer.moved:
+                raise RuntimeError(
+                    f"{buffer.layout.slots[0].name} is no longer in the engine's memory: the module was moved or cast. Do that before the "
+                    "engine is made; its data type is PrecisionConfig.compute_dtype"
+                )
+            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                if parameter.requires_grad and not buffer.layout.requires_grad:
+                    raise RuntimeError(
+                        f"{slot.name} was frozen when the engine was made and has neither a gradient nor optimizer state there: set "
+                        "requires_grad before (freezing later is fine, and so is thawing what was frozen later)"
+                    )
+
     def _check_last_step(self) -> None:
-        """The verdict on the step before, which the device has long reached."""
-        if self._unchecked is not None and not bool(self._unchecked):
+        if self._verdict is not None and not self._verdict.finite:
             raise NonFiniteError(f"step {self.steps_done}: the loss or a gradient was not finite; that step's update was skipped")
 
     def _new_step(self) -> None:
@@ -239,7 +256,7 @@ class ZeroEngine:
         self._task = None
         self.prefetch.end()
         for unit in self.units:
-            unit.begin_pass()
+            unit.end_pass()
             if unit.name or not self._depth:
                 unit.release()
         self._release_on_leaving = self._depth > 0  # backward was called inside a wrapped method, which may go on using the root
@@ -272,14 +289,16 @@ class ZeroEngine:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """All parameters are whole on every rank inside. Changes to them are lost."""
-        for unit in self.units:
-            unit.gather()
-        for unit in self.units:
-            unit.wait()
+        """All parameters are whole on every rank inside, until the next `step`. Changes to them are lost. Collective."""
+        self.keeps_gathered += 1
         try:
+            for unit in self.units:
+                unit.gather()
+            for unit in self.units:
+                unit.wait()
             yield self.module
         finally:
+            self.keeps_gathered -= 1
             for unit in self.units:
                 unit.release()
 
@@ -294,16 +313,21 @@ class ZeroEngine:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
         state.load_state_dict(self, saved)
+        if self.sharded_optimizer is not None:
+            self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
 
     def reset(self) -> None:
-        """After an exception in forward, backward or step: forget this step. Parameters and optimizer state stay."""
-        self._task, self._depth, self._unchecked, self._release_on_leaving = None, 0, None, False
+        """After an exception in forward, backward or step, on every rank: forget this step. Parameters and optimizer state stay.
+
+        Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError.
+        """
+        self._task, self._depth, self._verdict, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()
         self.pool.drop()
         self.prefetch.end()
         for unit in self.units:
-            unit.begin_pass()
+            unit.end_pass()
         self._new_step()
 
     def _enter(self, args: tuple, kwargs: dict) -> None:
@@ -316,7 +340,7 @@ class ZeroEngine:
     def _leave(self, out: Any) -> Any:
         if compat.backward_id() >= 0:
             return None
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)  # it is 0 already where a backward inside failed and has called `reset`
         if not self._depth and (self._release_on_leaving or not torch.is_grad_enabled()):
             self._release_on_leaving = False
             self.prefetch.end()
@@ -325,8 +349,9 @@ class ZeroEngine:
         return self.units[0].watch_outputs(out)
 
     def _enter_root_through_forward(self) -> None:
-        self.module.register_forward_pre_hook(lambda _, args, kwargs: self._enter(args, kwargs), with_kwargs=True, prepend=True)
-        self.module.register_forward_hook(lambda _, args, out: self._leave(out), always_call=True)
+        only_mine = self.units[0].only_mine
+        self.module.register_forward_pre_hook(only_mine(self._enter), with_kwargs=True, prepend=True)
+        self.module.register_forward_hook(only_mine(lambda args, out: self._leave(out)), always_call=True)
 
     # -- construction ---------------------------------------------------------------------------------------------------------
 
@@ -363,28 +388,14 @@ class ZeroEngine:
         unit_module = self.module.get_submodule(planned.name)
         return Unit(self, planned.name, unit_module, buffers)
 
-    def _replace_meta(self, slot, old: nn.Parameter, buffer: FlatBuffer) -> nn.Parameter:
+    def _replace_meta(self, slot: Slot, old: nn.Parameter, buffer: FlatBuffer) -> nn.Parameter:
         """A real parameter in the place of one on the meta device, under all its names."""
         new = nn.Parameter(buffer.view(slot), requires_grad=old.requires_grad)
         new.__dict__.update(old.__dict__)
         for name in (slot.name, *slot.aliases):
             parent, _, leaf = name.rpartition(".")
-            self.module.get_submodule(parent)._parameters[leaf] = new
+            setattr(self.module.get_submodule(parent), leaf, new)  # not `_parameters[leaf]`: nn.RNN keeps a list of its own
         return new
-
-    def _place_module_buffers(self) -> None:
-        """Move the module's own buffers (not parameters) to the device, with rank 0's values."""
-        for module_name, submodule in self.module.named_modules():
-            for name, value in submodule.named_buffers(recurse=False):
-                if value.is_meta and self.device.type != "meta":
-                    raise TypeError(
-                        f"buffer {module_name}.{name} is on the meta device and cannot be filled: compute it in forward, or build the "
-                        "module with real buffers"
-                    )
-                moved = value.to(self.device)
-                if self.device.type != "meta":
-                    self.world.broadcast(moved)
-                submodule._buffers[name] = moved
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:

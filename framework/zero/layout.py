@@ -107,14 +107,15 @@ class UnitLayout:
 
 
 def find_units(module: nn.Module) -> dict[str, nn.Module]:
-    """Repeated blocks of `module`, by name: the children of the outermost containers that hold at least two modules of one class
-    with parameters. Blocks do not nest."""
+    """Repeated blocks of `module`, by name: what the outermost containers hold, if it is at least two modules of one class with
+    parameters. Blocks do not nest, and are called: a list of lists of layers has layers for blocks, not lists."""
     units: dict[str, nn.Module] = {}
 
     def visit(parent: nn.Module, prefix: str) -> None:
         children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
         repeated: set[type] = set()
         if isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            children = list(_called(children))
             counts = Counter(type(child) for _, child in children if _has_parameters(child))
             repeated = {kind for kind, count in counts.items() if count >= 2}
         for name, child in children:
@@ -165,6 +166,15 @@ def _slots(keys: list[int], names: dict[int, list[str]], parameters: dict[int, n
 
 def _align(numel: int) -> int:
     return -(-numel // ALIGN) * ALIGN
+
+
+def _called(children: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """`children`, but for one that has no forward of its own (a list), what it holds."""
+    for name, child in children:
+        if type(child).forward is nn.Module.forward:
+            yield from _called([(f"{name}.{inner}", module) for inner, module in child.named_children()])
+        else:
+            yield name, child
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from framework.progress import progress
 from framework.zero.buffer import FlatBuffer
+from framework.zero.comm import Comm
 
 Read = Callable[[str, int, int], torch.Tensor]
 """`read(name, start, stop)`: elements [start, stop) of the flattened parameter `name`, any floating dtype."""
@@ -74,6 +75,21 @@ def fill_by_reset(module: nn.Module, buffers: list[FlatBuffer], seed: int) -> No
     for buffer, full in zip(buffers, fulls, strict=True):
         buffer.bind(buffer.parameters)
         _keep_shard(buffer, full)
+
+
+def place_module_buffers(module: nn.Module, device: torch.device, world: Comm) -> None:
+    """Move the module's own buffers (not parameters) to the device, with rank 0's values."""
+    for module_name, submodule in module.named_modules():
+        for name, value in submodule.named_buffers(recurse=False):
+            if value.is_meta and device.type != "meta":
+                raise TypeError(
+                    f"buffer {module_name}.{name} is on the meta device and cannot be filled: compute it in forward, or build the "
+                    "module with real buffers"
+                )
+            moved = value.to(device).contiguous()
+            if device.type != "meta":
+                world.broadcast(moved)
+            submodule._buffers[name] = moved
 
 
 def _keep_shard(buffer: FlatBuffer, full: torch.Tensor) -> None:

@@ -22,6 +22,10 @@ class MemoryMeter:
     by_kind: dict[str, int] = field(default_factory=dict)
     peak_by_kind: dict[str, int] = field(default_factory=dict)
 
+    def set(self, kind: str, nbytes: int) -> None:
+        """Record that `nbytes` of `kind` are there now."""
+        self.add(kind, nbytes - self.by_kind.get(kind, 0))
+
     def add(self, kind: str, nbytes: int) -> None:
         """Record that `nbytes` of `kind` were allocated (negative: freed)."""
         self.current += nbytes

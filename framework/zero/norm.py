@@ -33,6 +33,20 @@ class StepStats:
     """Number of ranks that ask to stop after this step."""
 
 
+class Verdict:
+    """Whether a step was finite, for the host to read later: on CUDA it waits for that step alone, not for what was queued since."""
+
+    def __init__(self, finite: torch.Tensor) -> None:
+        self._finite = finite.to("cpu", non_blocking=True)
+        self._written = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
+
+    @property
+    def finite(self) -> bool:
+        if self._written is not None:
+            self._written.synchronize()
+        return bool(self._finite)
+
+
 @dataclass(frozen=True)
 class GlobalSums:
     """The all-reduced vector, taken apart."""
@@ -50,12 +64,12 @@ def sum_over_ranks(
 ) -> GlobalSums:
     """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
     square_sum = torch.zeros((), dtype=torch.float64, device=device)
-    used: list[float] = []
+    host = [float(stop)]
     for buffer in buffers:
         square_sum += _square_sum(_owned(buffer))
-        used += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
-    head = torch.stack([square_sum, loss_sum.double(), tokens.double(), torch.tensor(float(stop), dtype=torch.float64, device=device)])
-    sums = torch.cat([head, torch.tensor(used, dtype=torch.float64, device=device)])
+        host += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
+    from_host = torch.tensor(host, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    sums = torch.cat([torch.stack([square_sum, loss_sum.double(), tokens.double()]), from_host])
     world.all_reduce(sums).wait()
     return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[4:])
 

@@ -36,6 +36,8 @@ class ShardedOptimizer:
         if optimizer.state:
             raise ValueError("the optimizer has state already: make it, give it to the engine, and load its state through the engine")
         self.torch = optimizer
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._refuse_bare_step)
         self.pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]] = []
         """(buffer, index of its slot, piece, the 1-D parameter that the optimizer holds)."""
         shards: dict[int, list[nn.Parameter]] = {}
@@ -74,13 +76,19 @@ class ShardedOptimizer:
         if in_kernel:
             self.torch.grad_scale = factor.reciprocal().float()
             self.torch.found_inf = (~finite).float()
+        self._stepping = True
         try:
             self.torch.step()
         finally:
+            self._stepping = False
             if in_kernel:
                 del self.torch.grad_scale, self.torch.found_inf
             for *_, shard in self.pieces:
                 shard.grad = None
+
+    def _refuse_bare_step(self, *_: object) -> None:
+        if not self._stepping:
+            raise RuntimeError("optimizer.step() alone would update nothing, because gradients lie in the engine: call engine.step()")
 
     @property
     def scales_in_kernel(self) -> bool:
@@ -90,7 +98,7 @@ class ShardedOptimizer:
     def state_pieces(self) -> Iterator[tuple[FlatBuffer, Piece, dict]]:
         """Each piece with its optimizer state."""
         for buffer, _, piece, shard in self.pieces:
-            yield buffer, piece, self.torch.state[shard]
+            yield buffer, piece, self.torch.state.get(shard, {})
 
     @property
     def state_nbytes(self) -> int:

@@ -56,7 +56,7 @@ class Prefetch:
         held = self._meter.by_kind.get("gathered", 0) - root.held_bytes - (0 if current is root else current.held_bytes)
         for unit in self._last[self._grad][len(self._now) :]:
             if not unit.needs_gather:
-                if unit.permanent:
+                if unit.permanent and unit.buffers:
                     return  # nothing is ever released: all that follows was gathered with it
                 continue
             cost = unit.gather_bytes

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from framework.zero.buffer import FlatBuffer
+from framework.zero.layout import Piece
 
 if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
@@ -25,37 +26,40 @@ def full_tensors(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def state_dict(engine: ZeroEngine) -> dict[str, Any]:
-    """{"model": {name: tensor}, "optimizer": {name: {key: tensor}}, "param_groups": [options], "step": int} on rank 0, empty elsewhere."""
+    """{"model": {name: tensor}, "optimizer": {name: {key: tensor}}, "param_groups": [options], "step": int} on rank 0, empty elsewhere.
+
+    Optimizer state with one value for each element has its parameter's shape ([1] for a 0-d one); all else is kept as it is (a step count).
+    """
     model = dict(full_tensors(engine))
-    states: dict[str, dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    flat: dict[str, set[str]] = {}
     by_buffer: dict[int, list] = {}
     sharded = engine.sharded_optimizer
     for buffer, piece, state in sharded.state_pieces() if sharded else ():
         by_buffer.setdefault(id(buffer), []).append((piece, state))
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.numel() != piece.numel or value.dim() == 0:
-                scalars.setdefault(piece.slot.name, {})[key] = value
-    merged: dict[str, dict[str, Any]] = {}
-    for found in engine.world.gather_objects(scalars):
+            if _is_flat(value, piece):
+                flat.setdefault(piece.slot.name, set()).add(key)
+            else:
+                scalars.setdefault(piece.slot.name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+    states: dict[str, dict[str, Any]] = {}
+    flat_keys: dict[str, set[str]] = {}
+    for found, keys_of in engine.world.gather_objects((scalars, flat)):  # a rank knows of the parameters that it has pieces of
         for name, values in found.items():
-            merged.setdefault(name, {}).update(values)
-    keys = sorted(
-        set().union(*engine.world.gather_objects({k for b in by_buffer.values() for p, s in b for k, v in s.items() if _is_flat(v, p)}))
-    )
-    for buffer in (b for b in engine.buffers if b.layout.requires_grad):
-        for key in keys:
+            states.setdefault(name, {}).update(values)
+        for name, keys in keys_of.items():
+            flat_keys.setdefault(name, set()).update(keys)
+    for buffer in engine.trained:
+        for key in sorted(set().union(*(flat_keys.get(slot.name, ()) for slot in buffer.layout.slots))):
             shard = torch.zeros_like(buffer.master)
             for piece, state in by_buffer.get(id(buffer), ()):
                 if key in state:
                     shard[piece.shard_start : piece.shard_stop].copy_(state[key])
             for name, tensor in _whole(engine, buffer, shard):
-                if tensor is not None and name in merged:
-                    states.setdefault(name, {})[key] = tensor
+                if tensor is not None and key in flat_keys.get(name, ()):
+                    states.setdefault(name, {})[key] = tensor if tensor.dim() else tensor.view(1)
     if engine.world.rank:
         return {}
-    for name, values in merged.items():
-        states.setdefault(name, {}).update(values)
     options = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups] if sharded else []
     return {"model": model, "optimizer": states, "param_groups": options, "step": engine.steps_done}
 
@@ -77,22 +81,33 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
     sharded = engine.sharded_optimizer
     if sharded is None:
         return
-    for _, _, piece, shard in sharded.pieces:
-        saved = state["optimizer"].get(piece.slot.name)
-        if saved is None:
-            continue
-        sharded.torch.state[shard] = {
-            key: value.reshape(-1)[piece.start : piece.stop].to(shard.device, copy=True)
-            if isinstance(value, torch.Tensor) and value.shape == piece.slot.shape and value.dim()
-            else (value.clone() if isinstance(value, torch.Tensor) else value)
-            for key, value in saved.items()
-        }
+    sharded.torch.state.clear()
     for group, options in zip(sharded.torch.param_groups, state["param_groups"], strict=True):
         group.update(options)
+    on_device = {id(shard) for group in sharded.torch.param_groups if _steps_on_device(group) for shard in group["params"]}
+    for _, _, piece, shard in sharded.pieces:
+        saved = state["optimizer"].get(piece.slot.name)
+        if saved is not None:
+            scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
+            sharded.torch.state[shard] = {key: _part(value, piece, shard.device, scalar_device) for key, value in saved.items()}
     engine.steps_done = state["step"]
 
 
-def _is_flat(value: Any, piece: Any) -> bool:
+def _part(value: Any, piece: Piece, device: torch.device, scalar_device: torch.device) -> Any:
+    """Of one saved value of a parameter's optimizer state, what belongs to `piece`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() and value.numel() == piece.slot.numel:
+        return value.reshape(-1)[piece.start : piece.stop].to(device, copy=True)
+    return value.to(scalar_device, copy=True)
+
+
+def _steps_on_device(group: dict[str, Any]) -> bool:
+    """Whether torch keeps step counts of this group beside the parameters; it keeps others on the CPU."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _is_flat(value: Any, piece: Piece) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == piece.numel
 
 

@@ -14,13 +14,21 @@ unit's input still needs it; the inputs alone never fire where they need no grad
 release. Where neither can be relied upon, the end of backward sweeps.
 
 Inputs and outputs are watched by tensor hooks, not by identity autograd functions: a block may modify its inputs in place, and outputs
-may be any pytree.
+may be any pytree. The hook of a tensor fires when its whole gradient is there, so an input that several blocks get (an encoder's output, a
+parameter of the root) is passed to each as a view of its own.
+
+[Note: calls] The hooks keep a call in memory for as long as its graph lives. A forward whose loss was thrown away is thus forgotten,
+and does not keep the parameters gathered in the next backward.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -35,14 +43,24 @@ if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
 
 
-_MADE_BY = "_zero_made_by"
+_MADE_BY, _WATCHED = "_zero_made_by", "_zero_watched"
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward of a unit whose backward is to come. See [Note: calls]."""
+
+    inputs_left: int = 0
+    """Inputs whose gradient is not there yet."""
+    begun: bool = False
+    """Whether its backward has begun."""
 
 
 @dataclass
 class _MadeBy:
-    """Noted on an output: the unit whose backward begins with it, and the hook that says so."""
+    """Noted on an output: how the backward of the call that made it begins, and the hook that says so."""
 
-    unit: Unit
+    begin: partial
     handle: RemovableHandle
 
 
@@ -54,22 +72,28 @@ class Unit:
         self.trained = [buffer for buffer in buffers if buffer.layout.requires_grad]
         self._nodes = []
         self._hooks: list[Any] = []
-        self.begin_pass()
+        self.end_pass()
         for buffer in self.trained:
             for index, parameter in enumerate(buffer.parameters):
                 self._nodes.append(compat.accumulate_node(parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._grad_hook(buffer, index)))
         if name:  # the engine enters the root itself: at its forward and at wrapped methods
-            self._hooks.append(
-                module.register_forward_pre_hook(lambda _, args, kwargs: self.enter(args, kwargs), with_kwargs=True, prepend=True)
-            )
-            self._hooks.append(module.register_forward_hook(lambda _, args, out: self.leave(out)))
+            self._hooks.append(module.register_forward_pre_hook(self.only_mine(self.enter), with_kwargs=True, prepend=True))
+            self._hooks.append(module.register_forward_hook(self.only_mine(lambda args, out: self.leave(out))))
+        self._hooks.append(module.register_state_dict_pre_hook(self.only_mine(self._before_state_dict)))
+        self._hooks.append(module.register_load_state_dict_pre_hook(self.only_mine(self._before_load_state_dict)))
 
-    def begin_pass(self) -> None:
+    def only_mine(self, hook: Callable) -> Callable:
+        """`hook` for this unit's module and not for its deep copies, which are ordinary modules but inherit the hooks."""
+        return lambda module, *args: hook(*args) if module is self.module else None
+
+    def end_pass(self) -> None:
         """Forget the calls of the last forward and backward."""
         self.pending: int | None = None
         """Trained parameters whose gradient the running backward will still produce; None before it has begun."""
-        self._calls = self._begun = self._inputs_left = 0
+        self._calls: WeakSet[_Call] = WeakSet()
+        self._open: list[_Call] = []
+        """Calls whose forward has not ended."""
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -86,6 +110,8 @@ class Unit:
             buffer.wait()
 
     def release(self) -> None:
+        if self.engine.keeps_gathered:
+            return
         for buffer in self.buffers:
             buffer.release()
 
@@ -108,29 +134,58 @@ class Unit:
         """Whether the parameters are never released."""
         return all(buffer.permanent for buffer in self.buffers)
 
+    def _before_state_dict(self, *_: Any) -> None:
+        if not all(buffer.readable for buffer in self.buffers):
+            raise RuntimeError(
+                f"state_dict() of {self.name or 'the model'}: no rank holds its whole parameters now. Use dict(engine.full_tensors()) or "
+                "engine.state_dict(), on every rank, or call it inside `with engine.gathered():`"
+            )
+
+    def _before_load_state_dict(self, *_: Any) -> None:
+        raise RuntimeError(
+            f"load_state_dict() of {self.name or 'the model'} would not reach the engine's masters: load before the engine is made, or use "
+            "engine.load_state_dict"
+        )
+
     # -- forward --------------------------------------------------------------------------------------------------------------
 
-    def enter(self, args: tuple, kwargs: dict) -> None:
-        """Before the module's forward."""
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Before the module's forward; returns what replaces its arguments, or None."""
         recompute = compat.backward_id() >= 0
         self.engine.prefetch.use(self, recompute=recompute)
-        if recompute or not torch.is_grad_enabled():
-            return
-        self._calls += 1
-        watched = {id(t): t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad}
-        self._inputs_left += len(watched)
-        for tensor in watched.values():
-            self._watch_input(tensor)
+        if recompute:
+            return None
+        call = _Call()
+        self._open.append(call)
+        if not self.name or not torch.is_grad_enabled():  # the root is released by the end of backward
+            return None
+        views: dict[int, torch.Tensor] = {}
 
-    def _watch_input(self, tensor: torch.Tensor) -> None:
-        """Hook `tensor` so that this unit is done before the unit that made it begins: the one can be released before the other is
+        def of_its_own(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad or not (value.is_leaf or hasattr(value, _WATCHED)):
+                return value
+            if id(value) not in views:
+                views[id(value)] = value.view_as(value)
+            return views[id(value)]
+
+        args, kwargs = tuple(map(of_its_own, args)), {name: of_its_own(value) for name, value in kwargs.items()}
+        inputs = {id(t): t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad}
+        call.inputs_left = len(inputs)
+        for tensor in inputs.values():
+            if not tensor.is_leaf:  # a leaf inside a list or dict would keep its hook for ever: the end of backward releases
+                self._watch_input(tensor, call)
+        return args, kwargs
+
+    def _watch_input(self, tensor: torch.Tensor, call: _Call) -> None:
+        """Hook `tensor` so that this call is done before the one that made it begins: the one unit can be released before the other is
         gathered."""
+        setattr(tensor, _WATCHED, True)
         made_by = getattr(tensor, _MADE_BY, None)
         if made_by is not None:
             made_by.handle.remove()
-        tensor.register_hook(self._input_done)
+        tensor.register_hook(partial(self._input_done, call))
         if made_by is not None:
-            made_by.handle = tensor.register_hook(made_by.unit._begin_backward)
+            made_by.handle = tensor.register_hook(made_by.begin)
 
     def leave(self, out: Any) -> Any:
         """After a block's forward; returns what replaces `out`, or None."""
@@ -143,6 +198,7 @@ class Unit:
 
     def watch_outputs(self, out: Any) -> Any:
         """Hook the outputs, so that this unit's backward is seen to begin; returns what replaces `out`, or None."""
+        begin = partial(self._begin_backward, call := self._open.pop() if self._open else _Call())
         if not torch.is_grad_enabled():
             return None
         leaves, spec = tree_flatten(out)
@@ -154,7 +210,8 @@ class Unit:
                 if compat.is_view(leaf) and not self.permanent:
                     leaf = leaves[index] = leaf.clone()  # torch drops the hooks of a view that is later changed in place
                     replaced = True
-                setattr(leaf, _MADE_BY, _MadeBy(self, leaf.register_hook(self._begin_backward)))
+                setattr(leaf, _MADE_BY, _MadeBy(begin, leaf.register_hook(begin)))
+                self._calls.add(call)
         return tree_unflatten(leaves, spec) if replaced else None
 
     def _check_leaf(self, leaf: Any) -> None:
@@ -172,9 +229,12 @@ class Unit:
         """At the beginning of a backward: count the gradients that it will produce here."""
         self.pending = sum(compat.will_execute(node) for node in self._nodes)
 
-    def _begin_backward(self, grad: torch.Tensor) -> None:
+    def _begin_backward(self, call: _Call, grad: torch.Tensor) -> None:
         self.engine.begin_backward()
-        self._begun += 1
+        call.begun = True
+        if call not in self._calls:  # of a backward before, whose graph was kept: what it needs now is unknown, the end releases
+            call.inputs_left = sys.maxsize
+            self._calls.add(call)
         self.engine.prefetch.use(self)
 
     def _grad_hook(self, buffer: FlatBuffer, index: int):
@@ -186,16 +246,15 @@ class Unit:
 
         return take
 
-    def _input_done(self, grad: torch.Tensor) -> None:
+    def _input_done(self, call: _Call, grad: torch.Tensor) -> None:
         self.engine.begin_backward()
-        self._inputs_left -= 1
+        call.inputs_left -= 1
         self._advance()
 
     def _advance(self) -> None:
         if self.pending:
             return
         self.engine.reduce_complete_units()
-        # `_calls == 0`: a second backward through a kept graph; what it still needs is unknown, the end of backward releases.
-        if self.name and self._calls and self._begun >= self._calls and self._inputs_left <= 0:
+        if self.name and self._calls and all(call.begun and call.inputs_left <= 0 for call in self._calls):
             self.release()
             self.engine.prefetch.ahead()

@@ -53,6 +53,12 @@ def test_blocks_inside_blocks_belong_to_the_outermost() -> None:
     assert list(find_units(model)) == ["layers.0", "layers.1"]
 
 
+def test_a_list_of_lists_has_what_is_called_for_blocks() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)]) for _ in range(2))})
+    assert list(find_units(model)) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+    assert not find_units(nn.ModuleList(nn.ParameterList([torch.ones(2)]) for _ in range(2)))
+
+
 def test_p46_a_tied_parameter_has_one_slot_and_is_owned_by_the_root() -> None:
     root, *_ = plan_units(zoo.make("TiedAcrossBlocks"))
     (slot,) = [slot for layout in root.layouts for slot in layout.slots if slot.aliases]

@@ -85,6 +85,78 @@ def test_each_rank_reads_only_its_own_elements_and_masters_keep_full_precision(r
     assert all(torch.equal(results[0][0][name], expected[name]) for name in expected)
 
 
+def test_a_recurrent_module_is_filled_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.LSTM(3, 3)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.backward(model(torch.ones(2, 3))[0].sum())
+    assert float(engine.step().grad_norm) > 0
+
+
+class Expanded(zoo.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1, dtype=torch.bool).expand(3))
+
+
+def place_an_expanded_buffer() -> bool:
+    return bool(ZeroEngine(Expanded()).module.mask.all())
+
+
+def test_a_buffer_that_is_an_expanded_view_is_placed(ranks) -> None:
+    assert ranks(2, place_an_expanded_buffer) == [True, True]
+
+
+OPTIMIZERS = {"adamw": zoo.adamw, "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)}
+
+
+def trains_and_resumes(optimizer: str, stages: tuple[int, int]) -> tuple[list[float], list[float], list[int]]:
+    """Losses of steps 3 and 4 by the engine that went on, and by one of another stage that had trained something else and then loaded."""
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    losses, saved, held = [], [None], []
+    for stage in stages:
+        model = zoo.make("Scalars", seed=stage)
+        precision = PrecisionConfig(compute_dtype="float64")
+        engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, optimizer=OPTIMIZERS[optimizer](model))
+        for number in range(4):
+            if number == 2 and saved[0] is None:
+                saved = [engine.state_dict()]
+                dist.broadcast_object_list(saved)
+            elif number == 2:
+                engine.load_state_dict(saved[0])
+            engine.backward(model(ids), zoo.count_tokens(ids))
+            losses.append(float(engine.step().loss))
+        held.append(engine.memory.by_kind["optimizer"])
+    return losses[2:4], losses[6:], held
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizer_state_of_every_shape_is_saved_and_loaded(ranks, optimizer: str) -> None:
+    for went_on, loaded, held in ranks(2, trains_and_resumes, optimizer, (3, 2)):
+        assert loaded == pytest.approx(went_on, rel=1e-10)
+        assert held[0] == held[1]
+
+
+def loads_a_state_from_before_the_first_step() -> tuple[list[float], list[float]]:
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, optimizer=zoo.adamw(model))
+    fresh = engine.state_dict()
+    losses: list[float] = []
+    for number in range(6):
+        if number == 3:
+            engine.load_state_dict(fresh)
+            assert engine.memory.by_kind["optimizer"] == 0
+        engine.backward(model(ids), zoo.count_tokens(ids))
+        losses.append(float(engine.step().loss))
+    return losses[:3], losses[3:]
+
+
+def test_loading_forgets_the_optimizer_state_of_before() -> None:
+    first, again = loads_a_state_from_before_the_first_step()
+    assert first == again
+
+
 def resumed(stage_before: int, stage_after: int, saved: dict | None) -> tuple[list[float], dict]:
     """Train two steps, save; or load and train two more."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,0 +1,134 @@
+"""What a user may do behind the engine's back: it must be refused or read as NaN, never train or save something else, silently."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from tests.zero import zoo
+
+(IDS,) = zoo.micro_batches(1, 1)[0]
+
+
+def make(name: str, stage: int) -> tuple[nn.Module, ZeroEngine]:
+    model = zoo.make(name, torch.float32)
+    return model, ZeroEngine(model, ZeroConfig(stage=stage), optimizer=zoo.adamw(model))
+
+
+def step(engine: ZeroEngine) -> float:
+    engine.backward(engine.module(IDS), zoo.count_tokens(IDS))
+    return float(engine.step().loss)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_thawed_after_construction_is_refused(stage: int) -> None:
+    model, engine = make("Frozen", stage)
+    step(engine)
+    model.blocks[1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="blocks.1.norm.weight was frozen when the engine was made"):
+        step(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_frozen_after_construction_stays_as_it_is_and_may_be_thawed(stage: int) -> None:
+    model, engine = make("Plain", stage)
+    before = dict(engine.full_tensors())["blocks.1.up.weight"].clone()
+    model.blocks[1].requires_grad_(False)
+    step(engine)
+    assert torch.equal(dict(engine.full_tensors())["blocks.1.up.weight"], before)
+    model.blocks[1].requires_grad_(True)
+    step(engine)
+    assert not torch.equal(dict(engine.full_tensors())["blocks.1.up.weight"], before)
+
+
+def test_a_module_cast_after_construction_is_refused() -> None:
+    model, engine = make("Plain", 0)
+    step(engine)
+    model.double()
+    with pytest.raises(RuntimeError, match="embed.weight is no longer in the engine's memory: the module was moved or cast"):
+        step(engine)
+
+
+def test_a_parameter_that_is_no_real_number_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"codes is of torch.int8"):
+        ZeroEngine(model)
+
+
+def test_the_optimizers_own_step_is_refused() -> None:
+    model, engine = make("Plain", 1)
+    engine.backward(engine.module(IDS))
+    with pytest.raises(RuntimeError, match=r"call engine.step\(\)"):
+        engine.optimizer.step()
+
+
+def read_and_save_between_steps(stage: int) -> tuple[float, bool]:
+    model, engine = make("Plain", stage)
+    step(engine)
+    read = float(model.blocks[0].up.weight.detach().sum())
+    with pytest.raises(RuntimeError, match="no rank holds its whole parameters"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match="would not reach the engine's masters"):
+        model.load_state_dict({})
+    whole = {name: tensor for name, tensor in engine.full_tensors() if tensor is not None}
+    with engine.gathered():
+        saved = model.state_dict()
+        return read, all(torch.equal(saved[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_that_are_not_whole_read_as_nan_and_cannot_be_saved(ranks, stage: int) -> None:
+    for read, gathered_is_whole in ranks(2, read_and_save_between_steps, stage):
+        assert read != read and gathered_is_whole
+
+
+class ReadsWeights(zoo.Plain):
+    """Uses a block's parameters without calling it, as code books and projections tied by hand are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = nn.ModuleList(nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(2))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(super().body(x), self.sides[0].weight)
+
+
+def uses_a_block_without_calling_it(stage: int) -> None:
+    model = ReadsWeights()
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), optimizer=zoo.adamw(model))
+    with pytest.raises(RuntimeError, match="sides.0.weight was used outside of the forward of sides.0"):
+        step(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_used_without_its_forward_is_named(ranks, stage: int) -> None:
+    ranks(2, uses_a_block_without_calling_it, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_deep_copy_is_an_ordinary_module(stage: int) -> None:
+    model, engine = make("Plain", stage)
+    with engine.gathered():
+        copied = copy.deepcopy(model)
+        expected = float(model(IDS))
+    step(engine)
+    gathers = engine.memory.peak
+    loss = copied(IDS)
+    loss.backward()
+    assert float(loss) == expected and copied.blocks[0].up.weight.grad is not None
+    assert copied.state_dict().keys() == zoo.make("Plain").state_dict().keys() and engine.memory.peak == gathers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inside_gathered_the_model_may_run_and_stays_whole(dtype: str) -> None:
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), PrecisionConfig(compute_dtype=dtype), optimizer=zoo.adamw(model))
+    with engine.gathered(), torch.no_grad():
+        model(IDS)
+        assert not any(bool(p.isnan().any()) for p in model.parameters())
+    assert engine.memory.by_kind["gathered"] == 0

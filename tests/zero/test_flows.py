@@ -76,10 +76,6 @@ def most_gathered(model: nn.Module, *inputs: torch.Tensor, discard: bool = False
     return (engine.memory.peak_by_kind["gathered"] - sum(4 * b.padded for b in engine.units[0].buffers)) // (4 * block.padded)
 
 
-def test_a_forward_that_was_thrown_away_does_not_keep_blocks_gathered_in_the_next_backward() -> None:
-    assert most_gathered(zoo.make("Plain", torch.float32), IDS, discard=True) == most_gathered(zoo.make("Plain", torch.float32), IDS) == 1
-
-
 class Attending(nn.Module):
     """Blocks that all get one encoded tensor besides, made of a parameter of the root or that parameter itself."""
 
@@ -93,13 +89,6 @@ class Attending(nn.Module):
         for block in self.blocks:
             x = block(x, shared)
         return x
-
-
-@pytest.mark.parametrize("encode", [True, False])
-def test_an_input_that_all_blocks_share_does_not_keep_them_gathered(encode: bool) -> None:
-    model = Attending(encode)
-    assert most_gathered(model, torch.ones(8) if not encode else torch.ones(2, 8)) == 1
-    assert not model.latents._backward_hooks  # none is left behind on a tensor that outlives the step
 
 
 class CallsBackward(zoo.Plain):
@@ -164,10 +153,6 @@ def fails_on_one_rank() -> str:
             step(engine)
     dist.barrier()
     return "done"
-
-
-def test_a_rank_that_failed_alone_refuses_to_go_on(ranks, monkeypatch) -> None:
-    assert ranks(2, fails_on_one_rank) == ["done"] * 2
 
 
 class ListsOfLayers(nn.Module):

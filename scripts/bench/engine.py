@@ -1,0 +1,235 @@
+"""Our engine against DDP, FSDP2 and DeepSpeed: step time, memory and bytes sent, on the same small Llama, in one run.
+
+    python scripts/bench/engine.py                       the tables of README.md, about 5 minutes
+    python scripts/bench/engine.py --size tiny --quick   whether it works, in seconds
+    python scripts/bench/engine.py --profile ours-3      where the time of a step goes
+
+On a shared machine a median says little by itself. Peers take turns of a few steps, in changing order, and a ratio is the median of
+the ratios of turns that were next to each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would otherwise look up the machine's name, which need not resolve
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+from contestants import MODELS, Task, deepspeed_is_installed  # noqa: E402
+from measure import machine  # noqa: E402
+from ranks import Ranks  # noqa: E402
+
+from framework.progress import progress  # noqa: E402
+
+PEERS = {
+    "ours-0": ("ddp", "deepspeed-0"),
+    "ours-1": ("deepspeed-1",),
+    "ours-2": ("fsdp2-keep", "deepspeed-2"),
+    "ours-3": ("fsdp2-reshard", "deepspeed-3"),
+}
+"""Who is compared with whom: the same placement of parameters, gradients and optimizer state. FSDP2 that keeps parameters after forward
+still frees them after backward, where stage 2 never does."""
+REFERENCE = "alone"
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+MIB = 2**20
+
+
+@dataclass
+class Row:
+    """What was measured of one contestant in one group of peers."""
+
+    name: str
+    resting_bytes: int
+    peak_bytes: int
+    own_peak_bytes: int | None
+    losses: list[float]
+    """Mean over the ranks, of every step."""
+    turn_s: list[float] = field(default_factory=list)
+    """Median step of each turn, of the slowest rank."""
+    sent_bytes: float | None = None
+    own_sent_bytes: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.turn_s)
+
+
+def main() -> None:
+    args = parse_args()
+    task = Task(args.size, args.precision, args.micro_batch, args.tokens_per_sample)
+    if args.profile:
+        print(run_profile(args.profile, task, args))
+        return
+    here = machine()
+    print(heading(here, task, args), flush=True)
+    groups = []
+    for stage in args.stages:
+        ours = f"ours-{stage}"
+        groups.append(run_group([REFERENCE, ours, *filter(is_installed, PEERS[ours])], task, args))
+        print(table_rows(groups[-1]), flush=True)
+    check_losses(groups, task)
+    ratios = [ratio for group in groups for ratio in compare(group)]
+    print(ratio_table(ratios))
+    if args.json:
+        rows = [vars(row) | {"step_s": row.step_s} for group in groups for row in group]
+        facts = {"date": str(date.today()), "machine": here, "settings": vars(args)}
+        Path(args.json).write_text(json.dumps(facts | {"rows": rows, "ratios": ratios}, indent=1, default=str))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=MODELS, default="small")
+    parser.add_argument(
+        "--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="ours, each with its peers (default all)"
+    )
+    parser.add_argument("--world-size", type=int, default=2, help="ranks, on this machine (default 2)")
+    parser.add_argument("--precision", choices=LOSS_TOLERANCE, default="float32")
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples per rank and step (default 1: the engine matters most)")
+    parser.add_argument("--tokens-per-sample", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=12, help="turns of every contestant (default 12)")
+    parser.add_argument("--steps-per-turn", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1)")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps: the numbers mean nothing")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was measured")
+    parser.add_argument("--profile", metavar="CONTESTANT", help="profile this one (ours-0 ... ours-3, ddp, fsdp2-keep, ...) instead")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.steps_per_turn = 2, 2
+    return args
+
+
+def is_installed(name: str) -> bool:
+    return deepspeed_is_installed() or not name.startswith("deepspeed")
+
+
+def run_group(names: list[str], task: Task, args: argparse.Namespace) -> list[Row]:
+    """Measure peers in turns. Each has its own processes, which live until all are done."""
+    ranks = {name: Ranks(name, task, args.world_size, args.threads) for name in names}
+    try:
+        rows = {name: first_steps(ranks[name]) for name in progress(names, f"memory of {', '.join(names)}", unit="contestants")}
+        for number in progress(range(args.rounds + 1), f"time of {', '.join(names)}", unit="rounds"):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                turns = ranks[name].run("take_turn", args.steps_per_turn)
+                add_turn(rows[name], turns, is_warm_up=number == 0)
+        return list(rows.values())
+    finally:
+        for one in ranks.values():
+            one.close()
+
+
+def first_steps(ranks: Ranks) -> Row:
+    counted = ranks.run("build_under_census")
+    most = {key: max((one[key] for one in counted if one[key] is not None), default=None) for key in counted[0] if key != "losses"}
+    return Row(ranks.name, **most, losses=mean_over_ranks(counted))
+
+
+def add_turn(row: Row, turns: list[dict], *, is_warm_up: bool) -> None:
+    row.losses += mean_over_ranks(turns)
+    if is_warm_up:
+        return
+    row.turn_s.append(max(turn["median_s"] for turn in turns))
+    row.sent_bytes = max((turn["sent_bytes"] for turn in turns if turn["sent_bytes"] is not None), default=None)
+    row.own_sent_bytes = max((turn["own_sent_bytes"] for turn in turns if turn["own_sent_bytes"] is not None), default=None)
+
+
+def mean_over_ranks(results: list[dict]) -> list[float]:
+    return [statistics.fmean(losses) for losses in zip(*(one["losses"] for one in results), strict=True)]
+
+
+def check_losses(groups: list[list[Row]], task: Task) -> None:
+    """Nobody may be fast by doing something else. Raises AssertionError naming who differs."""
+    rows = [row for group in groups for row in group if row.name != REFERENCE]
+    expected, tolerance = rows[0], LOSS_TOLERANCE[task.precision]
+    for row in rows[1:]:
+        for step, (loss, wanted) in enumerate(zip(row.losses, expected.losses, strict=True), 1):
+            assert abs(loss - wanted) <= tolerance * wanted, f"step {step}: {row.name} has loss {loss:.6f}, {expected.name} {wanted:.6f}"
+
+
+def compare(group: list[Row]) -> list[dict]:
+    """Ours over each peer of its group; below 1, ours needs less."""
+    _, ours, *peers = group
+    found = []
+    for peer in peers:
+        low, middle, high = statistics.quantiles(mine / theirs for mine, theirs in zip(ours.turn_s, peer.turn_s, strict=True))
+        found.append(
+            {
+                "ours": ours.name,
+                "peer": peer.name,
+                "time": middle,
+                "time_quartiles": (low, high),
+                "resting": ours.resting_bytes / peer.resting_bytes,
+                "peak": ours.peak_bytes / peer.peak_bytes,
+                "sent": ours.sent_bytes / peer.sent_bytes if ours.sent_bytes and peer.sent_bytes else None,
+            }
+        )
+    return found
+
+
+def heading(here: dict, task: Task, args: argparse.Namespace) -> str:
+    """What the numbers depend on, and the head of the first table, in Markdown."""
+    parameters = sum(p.numel() for p in task.model().parameters())
+    lines = [
+        f"{date.today()}, {here['cpu']}, {here['cores']} cores, load before the start {here['load']:.1f}, "
+        f"Python {here['python']}, torch {here['torch']}",
+        f"Llama with {parameters / 1e6:.1f}M parameters, {task.precision}, {args.world_size} ranks (gloo) with {args.threads} threads, "
+        f"{task.micro_batch} x {task.tokens_per_sample} tokens per rank and step, {args.rounds} turns of {args.steps_per_turn} steps",
+        "" if deepspeed_is_installed() else "DeepSpeed is not installed and left out.\n",
+        "| contestant | step ms | over alone ms | at rest MiB | peak MiB | own meter MiB | sent MiB | own count MiB | last loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    return "\n".join(lines)
+
+
+def table_rows(group: list[Row]) -> str:
+    alone = group[0]
+    lines = []
+    for row in group:
+        over = statistics.median(mine - base for mine, base in zip(row.turn_s, alone.turn_s, strict=True))
+        cells = [
+            row.name,
+            f"{1e3 * row.step_s:.0f}",
+            f"{1e3 * over:.0f}" if row is not alone else "",
+            *(mebibytes(n) for n in (row.resting_bytes, row.peak_bytes, row.own_peak_bytes, row.sent_bytes, row.own_sent_bytes)),
+            f"{row.losses[-1]:.5f}" if row is not alone else "(differs)",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratio_table(ratios: list[dict]) -> str:
+    lines = ["", "| ours / peer | step time | its quartiles | at rest | peak | sent |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for ratio in ratios:
+        low, high = ratio["time_quartiles"]
+        cells = [f"{ratio['time']:.2f}", f"{low:.2f}-{high:.2f}"]
+        cells += [f"{ratio[key]:.2f}" if ratio[key] is not None else "" for key in ("resting", "peak", "sent")]
+        lines.append(f"| {ratio['ours']} / {ratio['peer']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def mebibytes(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / MIB:.1f}"
+
+
+def run_profile(name: str, task: Task, args: argparse.Namespace) -> str:
+    """Rank 0's profile; the other ranks are profiled, too, so that all are slowed down alike."""
+    ranks = Ranks(name, task, args.world_size, args.threads)
+    try:
+        ranks.run("build_under_census")
+        ranks.run("take_turn", 2)
+        return ranks.run("profile", 2 if args.quick else 10, 14)[0]
+    finally:
+        ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The processes of one contestant: they live through the whole run and step only when it is their turn.
+
+A contestant has processes and a gloo group of its own, so that nothing leaks from one into another; those that wait block on a pipe and
+cost nothing. Their output goes to files and is shown when one fails.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TURN_SECONDS = 600
+CENSUS_STEPS = 2
+
+
+class Ranks:
+    """`world_size` processes that train the contestant `name`. `task` is a `contestants.Task`."""
+
+    def __init__(self, name: str, task: Any, world_size: int, threads: int) -> None:
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._inductor"])  # seconds, once; torch's profiler imports the latter
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            args = (theirs, name, task, rank, world_size, threads, self._folder.name)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, method: str, *args: Any) -> list[Any]:
+        """`_Rank.method(*args)` on every rank at once; the results, in rank order. Raises RuntimeError with a failed rank's traceback."""
+        for pipe in self._pipes:
+            pipe.send((method, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                done, result = pipe.recv() if pipe.poll(TURN_SECONDS) else (False, f"no answer within {TURN_SECONDS} s")
+            except EOFError:
+                done, result = False, "the process has ended"
+            if not done:
+                log = (Path(self._folder.name) / f"{rank}.log").read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"{self.name}, rank {rank}, {method}: {result}\n{log}")
+            results.append(result)
+        return results
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, name: str, task: Any, rank: int, world_size: int, threads: int, folder: str) -> None:
+    """The life of one rank: calls until the pipe closes."""
+    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({key: str(value) for key, value in here.items()})
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size)
+    served = _Rank(name, task)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:  # the run is over, or its process is gone
+            break
+        try:
+            pipe.send((True, getattr(served, method)(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+            sys.stdout.flush()
+            os._exit(1)  # closes the sockets: peers that wait for this rank fail at once
+    os._exit(0)  # libraries' exit handlers would wait for peers
+
+
+class _Rank:
+    """One rank of one contestant."""
+
+    def __init__(self, name: str, task: Any) -> None:
+        self.name, self.task = name, task
+        self.contestant: Any = None
+        self.steps_done = 0
+
+    def build_under_census(self) -> dict[str, Any]:
+        """Build the contestant, take a first step (which makes the optimizer's state), and count memory in the steps after it."""
+        from contestants import build
+        from measure import tensor_census
+
+        losses: list[float] = []
+
+        def prepare() -> None:
+            self.contestant = build(self.name, self.task)
+            losses.append(self._step())
+
+        census = tensor_census(prepare, lambda: losses.extend(self._step() for _ in range(CENSUS_STEPS)))
+        engine = self.contestant.engine
+        own = engine.memory.peak if engine else None
+        return {"resting_bytes": census.resting, "peak_bytes": census.peak, "own_peak_bytes": own, "losses": losses}
+
+    def take_turn(self, steps: int) -> dict[str, Any]:
+        """Time `steps` steps, each from its begin to its end on this rank."""
+        import torch.distributed as dist
+        from measure import bytes_sent
+
+        engine = self.contestant.engine
+        dist.barrier()
+        sent, own_sent = bytes_sent(), engine.world.bytes_sent if engine else None
+        seconds, losses = [], []
+        for _ in range(steps):
+            began = time.perf_counter()
+            losses.append(self._step())
+            seconds.append(time.perf_counter() - began)
+        dist.barrier()  # all has been sent
+        return {
+            "median_s": statistics.median(seconds),
+            "sent_bytes": None if sent is None else (bytes_sent() - sent) / steps,
+            "own_sent_bytes": None if own_sent is None else (engine.world.bytes_sent - own_sent) / steps,
+            "losses": losses,
+        }
+
+    def profile(self, steps: int, rows: int) -> str:
+        from step_profile import profile_steps
+
+        return profile_steps(self._step, steps, rows)
+
+    def _step(self) -> float:
+        loss = self.contestant.step(*self.task.batch(self.steps_done))
+        self.steps_done += 1
+        return loss

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -28,6 +29,8 @@ from framework.train.failure import report_failure
 
 EXIT_SECONDS = 10.0
 """A failed rank that has not ended by then (a process group that waits for the others) is cut short."""
+TORCHRUNS_REPORT = "TORCHELASTIC_ERROR_FILE"
+"""torchrun shows the earliest of these files of its ranks as the root cause, after everything else."""
 
 
 def main() -> None:
@@ -61,6 +64,9 @@ def working(run_dir: Path, console: TextIO | None = None) -> Iterator[None]:
             print(text, file=sys.stderr, flush=True)  # into its log
         if console is not None and (rank == 0 or report.kind != "communication"):
             print(text, file=console, flush=True)
+        if TORCHRUNS_REPORT in os.environ and not is_supervised() and report.kind != "communication":
+            message = report.message if report.kind == "user" else report.traceback
+            Path(os.environ[TORCHRUNS_REPORT]).write_text(json.dumps({"message": message, "timestamp": int(report.time)}))
         faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
         sys.exit(STATUS_USER_MISTAKE if report.kind == "user" else 1)
 
@@ -90,6 +96,7 @@ LIBRARY_NOISE = (
     r".*srun` command is available on your system but is not used",
     r".*It is recommended to use `self.log\('val_loss'",  # it is the loss over all ranks already
     r".*anonymous setting has no effect",
+    r"You defined a `validation_step` but have no `val_dataloader`",  # the plan says "validation none"
 )
 
 

@@ -10,8 +10,10 @@ echo of another rank's.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +25,15 @@ from framework.ranks import Place
 from framework.train.run_dir import CONFIG, LOGS, config_yaml, write_run_dir
 
 AGREE_SECONDS = 600
+PR_SET_PDEATHSIG = 1
 KEY = "framework/run"
 
 
 def join_run(job: Composed, place: Place) -> Path:
     """The run directory of all ranks, which exists on this machine and holds the configuration. Sets torchrun's variables."""
     os.environ.update(place.variables())
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun itself was killed: nobody else would end this rank
     if place.rank == 0:
         return _offer(job, place)
     return _accept(place)

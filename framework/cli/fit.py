@@ -209,7 +209,7 @@ def conclude(strategy: ZeroStrategy, progress: Progress, module: CausalLMModule,
     stopped = stop.stopped_at_step is not None
     write_summary(
         run_dir,
-        reason="stopped" if stopped else "done",
+        ended="stopped" if stopped else "done",
         steps=strategy.engine.steps_done,
         loss=row.loss if row else None,
         validation_loss=module.last_validation,

@@ -108,6 +108,8 @@ class _Supervisor:
     deadline: float | None = None
     stuck: list[int] = field(default_factory=list)
     """Ranks that had to be killed."""
+    killed: bool = False
+    """A second signal killed ranks at work."""
 
     # ---- start
     def start(self, command: Sequence[str], ranks: int, port: int) -> None:
@@ -160,6 +162,7 @@ class _Supervisor:
                 self._send_all(signal.SIGTERM)
                 self.deadline = time.monotonic() + self.stop_grace_seconds
         elif time.time() - self.stop_asked > SECOND_SIGNAL_SECONDS:
+            self.killed = any(rank.process.poll() is None for rank in self.ranks)
             self._send_all(signal.SIGKILL)
 
     def _note_ends(self) -> None:
@@ -226,7 +229,7 @@ class _Supervisor:
             with contextlib.suppress(OSError), open(self.ranks[0].log, "a") as log:  # a full disk must not hide the failure itself
                 log.write(report.message + "\n" if report.kind == "user" else report.traceback)
         stuck = {rank: self.ranks[rank].log for rank in self.stuck}
-        return verdict.outcome(self.stop_signal, stuck, stopped_step=self._stopped_step())
+        return verdict.outcome(self.stop_signal, stuck, stopped_step=self._stopped_step(), killed=self.killed)
 
     def _verdict(self) -> Verdict:
         endings = [

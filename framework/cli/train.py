@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from framework.cli.check import check_everything
 from framework.cli.external import join_run, quiet_console
 from framework.cli.launch import launch
 from framework.config.compose import Composed, hydra_main
 from framework.ranks import Place, launched, local_ranks
+from framework.train.failure import read_failure
 from framework.train.run_dir import SUMMARY, read_config, write_run_dir, write_summary
 from framework.worker import working
 
@@ -59,8 +61,22 @@ def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
 def work(job: Composed, place: Place) -> int:
     """Be the rank at `place` of a run that a launcher has started."""
     run_dir = join_run(job, place)
-    with working(run_dir, console=quiet_console(run_dir, place.rank)):
-        from framework.cli.fit import run  # torch
+    try:
+        with working(run_dir, console=quiet_console(run_dir, place.rank)):
+            from framework.cli.fit import run  # torch
 
-        run(read_config(run_dir), run_dir)
+            run(read_config(run_dir), run_dir)
+    except SystemExit as end:
+        if place.rank == 0 and not (run_dir / SUMMARY).exists():
+            _summarise_failure(run_dir, place.world_size, end.code)
+        raise
     return 0
+
+
+def _summarise_failure(run_dir: Path, world_size: int, status: int) -> None:
+    """What the supervisor writes where there is one: the first error that is more than an echo of another rank's end."""
+    reports = [report for rank in range(world_size) if (report := read_failure(run_dir, rank)) is not None]
+    first = min(reports, key=lambda report: (report.kind == "communication", report.time), default=None)
+    ended = "stopped" if status > STATUS_STOPPED else "failed"
+    reason = "" if first is None else f"rank {first.rank} of {world_size} failed: {first.summary}"
+    write_summary(run_dir, ended=ended, status=status, reason=reason)

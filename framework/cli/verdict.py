@@ -57,7 +57,7 @@ class Outcome:
     """How a run ended."""
 
     status: int
-    """Exit status: 0, 1 a failure, 2 a user's mistake, 130 Ctrl-C, 128 + N stopped by signal N."""
+    """Exit status: 0, 1 a failure, 2 a user's mistake, 130 Ctrl-C, 128 + N stopped by signal N (143: by one that only a rank got)."""
     message: str
     """What to show last; empty when all went well."""
     reason: str = ""
@@ -70,18 +70,20 @@ class Verdict:
     """The first cause first."""
     ranks: int
 
-    def outcome(self, stop_signal: signal.Signals | None, stuck: dict[int, Path], stopped_step: str | None) -> Outcome:
-        """`stop_signal`: what the user stopped the run with; `stuck`: ranks that had to be killed, with their logs."""
+    def outcome(self, stop_signal: signal.Signals | None, stuck: dict[int, Path], stopped_step: str | None, killed: bool) -> Outcome:
+        """`stop_signal`: what the user stopped the run with, `killed`: with a second one; `stuck`: ranks that had to be killed."""
         if self.failures:
             return self._failed(self.failures[0], stuck)
-        if stop_signal is None:
+        if stop_signal is None and stopped_step is None:
             return Outcome(status=0, message="")
-        message = f"stopped by {stop_signal.name}"
+        message = "stopped by " + ("a signal to one of its ranks" if stop_signal is None else stop_signal.name)
         if stopped_step is not None:
             message += f" after step {stopped_step}"
         if stuck:
             message += f"; rank {_listed(stuck)} did not end in time and had to be killed"
-        return Outcome(status=128 + stop_signal, message=message, reason=message)
+        elif killed:
+            message += "; killed by a second signal before everything was saved"
+        return Outcome(status=128 + (stop_signal or signal.SIGTERM), message=message, reason=message)
 
     def _failed(self, first: Failure, stuck: dict[int, Path]) -> Outcome:
         if first.is_user_mistake:
@@ -127,13 +129,12 @@ def _reported(ending: Ending, report: FailureReport, *, after_our_signal: bool, 
     is_echo = report.kind == "communication"
     if after_our_signal and (is_echo or not stop_asked):
         return None  # it failed because it was told to end; but an error while saving after Ctrl-C is the user's business
-    first_line = report.message.strip().split("\n")[0]
     return Failure(
         rank=ending.rank,
         time=report.time,
         is_echo=is_echo,
         is_user_mistake=report.kind == "user",
-        summary=f"{report.type}: {first_line}" if first_line else report.type,
+        summary=report.summary,
         detail=report.message if report.kind == "user" else report.traceback,
         log=ending.log,
     )

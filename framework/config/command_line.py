@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from framework.config.errors import Problem, UserError
 from framework.config.hydra_ext import GROUP, find_recipe, is_path, recipe_folders, recipe_names
 from framework.config.paths import asset_dir
-from framework.config.suggest import closest, unknown_key
+from framework.config.suggest import closest, suggest_paths, unknown_key
 from framework.config.typed import schema_paths
 
 PLAIN_PATH = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+:%@?\\")
@@ -51,7 +51,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Hydra's own options, and the arguments in the order that its parser can read (options, then overrides)."""
     parsed, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
     if unknown:
-        raise UserError(*(_unknown_option(option) for option in unknown))
+        raise UserError(*_unknown_options(unknown, list(arguments)))
     if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():
         got = f"{parsed.config_dir}, which is no folder"
         raise UserError(Problem(path="--config-dir", got=got, expected="a folder with recipes or groups"))
@@ -73,13 +73,25 @@ def group_options(config_dir: str | None) -> dict[str, list[str]]:
 def vet(overrides: Sequence[str], *, config_dir: str | None, multirun: bool) -> Vetted:
     """Look at every override by itself. `multirun`: lists of values are legal."""
     options = group_options(config_dir)
-    vetted = Vetted()
-    for text in overrides:
+    words, spaced = _without_spaces(overrides)
+    vetted = Vetted(problems=spaced, doubtful={_first_word(problem.path) for problem in spaced})
+    for text in words:
         problem = _vet_one(text, options, config_dir, multirun, vetted)
         if problem is not None:
             vetted.problems.append(problem)
             vetted.doubtful |= {_first_word(problem.path), _first_word(problem.fix)}
     return vetted
+
+
+def _without_spaces(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """The other words, and the three of each `KEY = VALUE` as one problem."""
+    words, problems = list(overrides), []
+    while "=" in words[1:-1]:
+        middle = words.index("=", 1)
+        key, value = words[middle - 1].lstrip("+"), words[middle + 1]
+        problems.append(Problem(path=key, got=f"`{key} = {value}`", expected="no spaces around `=`", fix=f"{key}={value}"))
+        del words[middle - 1 : middle + 2]
+    return words, problems
 
 
 def _vet_one(text: str, options: dict[str, list[str]], config_dir: str | None, multirun: bool, vetted: Vetted) -> Problem | None:
@@ -129,6 +141,13 @@ def _values(override: Override) -> list[str]:
 def _vet_recipe(name: str, known: list[str], config_dir: str | None) -> Problem | None:
     if find_recipe(name, recipe_folders(config_dir)) is not None:
         return None
+    if not name:
+        expected = f"one of {', '.join(known)}, or a file of yours"
+        return Problem(path=GROUP, got="nothing", expected=expected, fix="+recipe=quickstart")
+    if Path(name).expanduser().is_dir():
+        recipes = sorted(Path(name).expanduser().glob("*.yaml"))
+        fix = f"+recipe={recipes[0]}" if len(recipes) == 1 else ""
+        return Problem(path=GROUP, got=f"{name}, which is a folder", expected="a recipe file, or the name of a recipe", fix=fix)
     if is_path(name):
         file = Path(name).expanduser()
         near = closest(file.name, [other.name for other in file.parent.glob("*.yaml")]) if file.parent.is_dir() else []
@@ -147,20 +166,30 @@ def _unknown_option_of(group: str, name: str, options: list[str]) -> Problem:
     return Problem(path=group, got=f"an unknown option {name or '(nothing)'}", expected=f"one of {', '.join(options)}", fix=fix)
 
 
-def _unknown_option(option: str) -> Problem:
-    name, _, value = option.lstrip("-").partition("=")
-    fix = f"{name.replace('-', '_')}={value or 'VALUE'}"
-    return Problem(path=option, got="an option that does not exist", expected="settings without dashes", fix=fix)
+def _unknown_options(unknown: list[str], arguments: list[str]) -> Iterator[Problem]:
+    """`--lr 3` and `--lr=3` both mean the setting that is called so."""
+    for option in (word for word in unknown if word.startswith("-")):
+        name, _, value = option.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        following = arguments[arguments.index(option) + 1 :][:1]
+        if not value and following and "=" not in following[0] and not following[0].startswith("-"):
+            value = following[0]
+        meant = [name] if name in schema_paths() else suggest_paths(name, schema_paths())
+        fix = f"{meant[0] if meant else name}={value or 'VALUE'}"
+        yield Problem(path=option, got="an option that does not exist", expected="settings without dashes", fix=fix)
 
 
 def _unreadable(text: str, error: HydraException, options: dict[str, list[str]]) -> Problem:
     if "=" not in text:
         group = next((group for group, names in options.items() if text in names), None)
+        if is_path(text) and find_recipe(text, []) is not None:
+            group = GROUP
         fix = "" if group is None else f"+recipe={text}" if group == GROUP else f"{group}={text}"
         return Problem(path=text, got="a word without `=`", expected="KEY=VALUE", fix=fix)
     key, _, value = text.partition("=")
     reason = str(error).strip().splitlines()[0]
-    fix = f"\"{key}='{value}'\""
+    quoted = value.replace("'", "\\'")
+    fix = f"\"{key}='{quoted}'\""
     return Problem(path=key.lstrip("+"), got=f"{value} ({reason})", expected="a value; quotes around special characters", fix=fix)
 
 

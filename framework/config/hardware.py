@@ -8,6 +8,9 @@ from framework.config.errors import Problem
 from framework.config.schema import TrainerConfig
 from framework.ranks import launched, local_ranks, visible_gpus
 
+LEAST_CPU_RANKS, CPU_RANKS_PER_CORE = 16, 4
+"""Ranks that any machine may be asked for, to try things; more (`trainer.devices=500`) would only bring it down."""
+
 
 def world_size(trainer: TrainerConfig) -> int:
     """Ranks of the whole run: what torchrun, Slurm or MPI has started, else those that `trainer.devices` asks for."""
@@ -17,9 +20,7 @@ def world_size(trainer: TrainerConfig) -> int:
 
 def check_hardware(trainer: TrainerConfig) -> list[Problem]:
     """What the recipe asks for and the machine does not have."""
-    if trainer.accelerator == "cpu":
-        return []
-    gpus = visible_gpus()
+    gpus = 0 if trainer.accelerator == "cpu" else visible_gpus()
     if trainer.accelerator == "cuda" and gpus == 0:
         hidden = f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         got = f"cuda, but no GPU is visible{hidden}"
@@ -28,4 +29,9 @@ def check_hardware(trainer: TrainerConfig) -> list[Problem]:
         expected = f"at most one rank per visible GPU, {gpus}"
         fix = f"trainer.devices={gpus}  (or trainer.accelerator=cpu)"
         return [Problem(path="trainer.devices", got=str(trainer.devices), expected=expected, fix=fix)]
+    cores = os.cpu_count() or 1
+    most = max(LEAST_CPU_RANKS, CPU_RANKS_PER_CORE * cores)
+    if not gpus and launched(os.environ) is None and local_ranks(trainer) > most:
+        expected = f"at most {most} ranks on the {cores} CPU cores of this machine"
+        return [Problem(path="trainer.devices", got=str(trainer.devices), expected=expected, fix=f"trainer.devices={cores}")]
     return []

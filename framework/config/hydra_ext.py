@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import hydra
+import yaml
 from hydra._internal import config_loader_impl, defaults_list
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -55,10 +56,11 @@ class RecipeSource(ConfigSource):
         if file is None:
             raise ConfigLoadError(f"Config not found : {config_path}")
         self.loaded.append(file)
-        header = self._get_header_dict(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        header = self._get_header_dict(text)
         header["package"] = header.get("package") or "_global_"  # a recipe needs no header line
         config = OmegaConf.load(file)
-        if not isinstance(config, DictConfig):
+        if not isinstance(config, DictConfig) or isinstance(yaml.safe_load(text), str):  # OmegaConf makes {words: None} of words
             raise UserError(Problem(path=str(file), got="a file without keys", expected="a recipe: `key: value` lines"))
         if "defaults" in config:
             if not isinstance(config.defaults, ListConfig):

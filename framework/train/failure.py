@@ -48,6 +48,12 @@ class FailureReport:
     message: str
     traceback: str
 
+    @property
+    def summary(self) -> str:
+        """One line."""
+        first_line = self.message.strip().split("\n")[0]
+        return f"{self.type}: {first_line}" if first_line else self.type
+
 
 def report_failure(run_dir: Path, rank: int, error: BaseException) -> FailureReport:
     """Write this rank's report and return it. The first one stands: what is raised later, in tearing down, changes nothing."""

@@ -202,8 +202,10 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path, rank):
     run = Run(tmp_path, {})
     run.wait_until_running()
     run.signal_rank(rank, signal.SIGTERM)
-    assert run.end() == 0
-    assert (tmp_path / "saved_0").read_text() == (tmp_path / "saved_1").read_text()
+    assert run.end() == 143, "the run is not done"
+    step = (tmp_path / "saved_0").read_text()
+    assert (tmp_path / "saved_1").read_text() == step
+    assert run.last_words(1) == f"stopped by a signal to one of its ranks after step {step}"
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path):
@@ -262,6 +264,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
+    assert run.last_words(1) == "stopped by SIGINT; killed by a second signal before everything was saved"
 
 
 def test_one_ctrl_c_that_arrives_twice_is_still_one(tmp_path):

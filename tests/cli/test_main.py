@@ -80,7 +80,7 @@ def test_a_group_shows_options_keys_types_defaults_and_meanings():
     text = explain_group("zero")
     assert "zero=3  Optimizer state, gradients and parameters are sharded" in text
     assert "zero.stage  [0 | 1 | 2 | 3]  0" in text
-    assert "0 turns prefetch off" in text
+    assert "so many bytes per rank" in text
 
 
 def test_every_setting_can_be_explained():

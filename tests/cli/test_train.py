@@ -16,7 +16,7 @@ from framework.train.run_dir import read_config, read_environment, read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_TRAIN = Path(__file__).with_name("tiny_train.py")
-ARGUMENTS = ["+recipe=quickstart", "name=tiny"]
+ARGUMENTS = ["+recipe=quickstart", "name=tiny", "trainer.micro_batch_size=1"]
 GOOD = json.dumps({"steps": "6"})
 
 
@@ -98,5 +98,7 @@ def test_under_torchrun_the_rank_that_failed_shows_its_error_itself(tmp_path):
     done = train(tmp_path, "raise on 1", program=torchrun(2))
     assert done.returncode == 1
     (run_dir,) = run_dirs(tmp_path)
-    assert "[rank 1] Traceback" in done.stderr and "ValueError: boom" in done.stderr
+    assert "[rank 1] Traceback" in done.stderr
+    assert "ValueError: boom" in done.stderr.rpartition("Root Cause")[2], "torchrun's own last words"
+    assert read_summary(run_dir) == {"ended": "failed", "status": 1, "reason": "rank 1 of 2 failed: ValueError: boom"}
     assert "ValueError: boom" in (run_dir / "logs" / "rank_1.log").read_text()

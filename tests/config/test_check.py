@@ -150,7 +150,15 @@ def test_cuda_without_a_gpu(gpus):
     gpus(0)
     (problem,) = check_hardware(TrainerConfig(accelerator="cuda"))
     assert (problem.path, problem.fix) == ("trainer.accelerator", "trainer.accelerator=auto")
-    assert check_hardware(TrainerConfig(accelerator="auto", devices=4)) == [], "ranks on a CPU are not counted"
+    assert check_hardware(TrainerConfig(accelerator="auto", devices=4)) == [], "a CPU takes more ranks than it has cores"
+
+
+def test_more_ranks_than_the_machine_survives(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 8)
+    (problem,) = check_hardware(TrainerConfig(devices=500))
+    assert (problem.path, problem.fix) == ("trainer.devices", "trainer.devices=8")
+    assert check_hardware(TrainerConfig(devices=32)) == []
 
 
 def test_more_ranks_than_gpus(gpus):

@@ -215,6 +215,14 @@ def test_a_file_that_was_meant_is_proposed(folder):
     assert problems("+recipe=./mnie.yaml")["recipe"].fix == "+recipe=mine.yaml"
 
 
+def test_a_file_without_recipe_in_front_and_a_folder_are_told_apart(folder):
+    write(folder / "own/mine.yaml", "name: x\n")
+    ((path, problem),) = problems("own/mine.yaml", check=check_everything).items()
+    assert problem.fix == "+recipe=own/mine.yaml"
+    problem = problems("+recipe=own/")["recipe"]
+    assert "a folder" in problem.got and problem.fix == "+recipe=own/mine.yaml"
+
+
 def test_no_recipe_at_all_says_which_there_are():
     found = problems(check=check_everything)["recipe"]
     assert "quickstart" in found.expected and found.fix == "+recipe=quickstart"
@@ -230,7 +238,11 @@ def test_hydras_advice_to_add_a_plus_is_not_given():
     [
         ("quickstart", "quickstart", "+recipe=quickstart"),
         ("--zero=3", "--zero=3", "zero=3"),
-        ("--max-steps=3", "--max-steps=3", "max_steps=3"),
+        ("--max-steps=3", "--max-steps=3", "trainer.max_steps=3"),
+        ("--lr 3", "--lr", "optimizer.lr=3"),
+        ("zero = 3", "zero", "zero=3"),
+        ("name='it", "name", r""" "name='\'it'" """.strip()),
+        ("+recipe=", "recipe", "+recipe=quickstart"),
         ("zero=0,1", "zero", "-m zero=0,1   (a list: zero=[0,1])"),
         ("hydra.run.dir=out", "hydra.run.dir", "runs_dir=out"),
         ("precision=bfloat16", "precision", "precision=bf16"),
@@ -238,7 +250,7 @@ def test_hydras_advice_to_add_a_plus_is_not_given():
     ],
 )
 def test_words_that_are_no_settings(argument, path, fix):
-    assert problems(argument)[path].fix == fix
+    assert problems(*argument.split(" "))[path].fix == fix
 
 
 def test_a_second_recipe_is_refused():
@@ -271,7 +283,9 @@ def test_a_broken_recipe_is_explained(folder, text, path, said):
     assert said in found[path].got
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a\n", "without keys"), ("defaults: quickstart\n", "quickstart")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("- a\n", "without keys"), ("just words\n", "without keys"), ("defaults: quickstart\n", "quickstart")]
+)
 def test_a_file_that_is_no_recipe_is_named(folder, text, said):
     write(folder / "mine.yaml", text)
     ((path, problem),) = problems("+recipe=./mine.yaml").items()

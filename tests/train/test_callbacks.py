@@ -116,6 +116,12 @@ def test_a_logged_loss_does_not_depend_on_the_cadence(tmp_path, ranks):
     assert (tmp_path / "each" / "plot.png").exists()
 
 
+def test_a_plot_that_cannot_be_written_does_not_cost_the_trained_model(tmp_path, ranks):
+    (tmp_path / "plot.png").mkdir()
+    ranks(1, train_and_look, tmp_path, 4, 2)
+    assert [row.step for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 4]
+
+
 def test_a_validation_has_its_own_line_and_row(tmp_path, ranks):
     (output, seen), _ = ranks(2, train_and_look, tmp_path, 4, 1, True)
     *training, validation = read_metrics(tmp_path / "metrics.csv")

@@ -8,6 +8,7 @@ above the usual are cut off at the top of their panel and marked, or a single sp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -38,8 +39,12 @@ class PlotMetrics(pl.Callback):
         self._draw(trainer)
 
     def _draw(self, trainer: pl.Trainer) -> None:
-        if trainer.is_global_zero and (self.run_dir / METRICS).exists():
+        if not trainer.is_global_zero or not (self.run_dir / METRICS).exists():
+            return
+        try:
             plot_metrics(self.run_dir / METRICS, self.run_dir / PLOT, title=self.title)
+        except Exception as error:  # a full disk, say: the model is still to be saved
+            print(f"no plot: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def plot_metrics(csv_path: Path, png_path: Path, *, title: str = "") -> bool:

@@ -57,6 +57,8 @@ class Comm:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.bytes_sent = 0
+        self.order = 0
+        """Fingerprint of the gathers and reductions until now, where nothing but their order says which belong together (below 2**31)."""
         self._lost = False
         """Whether the ranks no longer agree on what was sent."""
         self._messages = group is not None and dist.get_backend(group) == "gloo"
@@ -71,7 +73,7 @@ class Comm:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return Handle([])
-        self._begin((self.size - 1) * numel * shard.element_size())
+        self._begin((self.size - 1) * numel * shard.element_size(), tag)
         if not self._messages:
             return Handle([compat.all_gather_single(out, shard, group=self.group, async_op=True)], keep=(out, shard))
         mine = out[self.rank * numel : (self.rank + 1) * numel]
@@ -94,7 +96,7 @@ class Comm:
         if self.size == 1:
             _put(out, mine, add)
             return Handle([])
-        self._begin((self.size - 1) * numel * full.element_size())
+        self._begin((self.size - 1) * numel * full.element_size(), tag)
         if not self._messages:
             target = torch.empty_like(out) if add else out
             work = compat.reduce_scatter_single(target, full, group=self.group, async_op=True)
@@ -145,10 +147,12 @@ class Comm:
         """Memory that a reduce-scatter needs besides its input, in bytes, for the messages' way of doing it."""
         return (self.size - 1) * shard_bytes if self._messages else 0
 
-    def _begin(self, nbytes: int) -> None:
+    def _begin(self, nbytes: int, tag: int = 0) -> None:
         if self._lost:
             raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
         self.bytes_sent += nbytes
+        if not self._messages:
+            self.order = (self.order * 31 + tag + 1) % 2**31
 
     def _peers(self) -> list[int]:
         """The other ranks, beginning with the next one, so that not all send to rank 0 first."""

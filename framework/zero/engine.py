@@ -158,14 +158,14 @@ class ZeroEngine:
         self._check_last_step()
         self._reduce_leftovers()
         sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, self.stop_requested, self.device)
-        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0)
+        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0) & sums.same_order
         grad_norm = sums.square_sum.sqrt() / sums.tokens
         factor = 1.0 / sums.tokens
         if self.grad_clip is not None:
             factor = factor * (self.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
         if not in_kernel:
-            self._raise_if_not_finite(finite, sums.tokens)
+            self._raise_if_not_finite(finite, sums)
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
             self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
@@ -182,10 +182,13 @@ class ZeroEngine:
         mine = [index in buffer.used for buffer in self.trained for index in range(len(buffer.layout.slots))]
         return mine if all(mine) else [count > 0 for count in used.tolist()]
 
-    def _raise_if_not_finite(self, finite: torch.Tensor, tokens: torch.Tensor) -> None:
+    def _raise_if_not_finite(self, finite: torch.Tensor, sums: norm.GlobalSums) -> None:
         if bool(finite):
             return
-        if not float(tokens):
+        if not bool(sums.same_order):
+            self.reset()
+            raise RuntimeError(f"step {self.steps_done + 1}: {norm.NOT_THE_SAME_ORDER}; nothing was updated")
+        if not float(sums.tokens):
             self.reset()
             raise ValueError(f"step {self.steps_done + 1}: no micro-batch of any rank had a trained token; nothing was updated")
         where = norm.where_not_finite(self.trained, self.world, self._loss_sum)
@@ -209,7 +212,8 @@ class ZeroEngine:
 
     def _check_last_step(self) -> None:
         if self._verdict is not None and not self._verdict.finite:
-            raise NonFiniteError(f"step {self.steps_done}: the loss or a gradient was not finite; that step's update was skipped")
+            why = f"the loss or a gradient was not finite, or {norm.NOT_THE_SAME_ORDER}"
+            raise NonFiniteError(f"step {self.steps_done}: {why}; that step's update was skipped")
 
     def _new_step(self) -> None:
         self._last = True

@@ -15,6 +15,10 @@ from framework.zero.buffer import FlatBuffer
 from framework.zero.comm import Comm
 from framework.zero.layout import ALIGN
 
+NOT_THE_SAME_ORDER = (
+    "ranks ran blocks in different orders and got each other's parameters (branches that depend on data belong into a block)"
+)
+
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient is infinite or NaN. Parameters and optimizer state are those of before the step."""
@@ -57,6 +61,8 @@ class GlobalSums:
     stop: torch.Tensor
     used: torch.Tensor
     """How many ranks used each trained parameter in this step, in the engine's order."""
+    same_order: torch.Tensor
+    """Whether all ranks have made the same calls of collectives, see `Comm.order`."""
 
 
 def sum_over_ranks(
@@ -64,14 +70,15 @@ def sum_over_ranks(
 ) -> GlobalSums:
     """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
     square_sum = torch.zeros((), dtype=torch.float64, device=device)
-    host = [float(stop)]
+    host = [float(stop), float(world.order)]
     for buffer in buffers:
         square_sum += _square_sum(_owned(buffer))
         host += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
     from_host = torch.tensor(host, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     sums = torch.cat([torch.stack([square_sum, loss_sum.double(), tokens.double()]), from_host])
+    expected = sums[4] * world.size
     world.all_reduce(sums).wait()
-    return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[4:])
+    return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[5:], sums[4] == expected)
 
 
 def where_not_finite(buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor) -> str:

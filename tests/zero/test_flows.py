@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine, comm
 from tests.zero import zoo
 
 (IDS,) = zoo.micro_batches(1, 1)[0]
@@ -62,33 +62,51 @@ def test_a_kept_graph_may_run_backward_twice(stage: int) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
 
 
-def most_gathered(model: nn.Module, *inputs: torch.Tensor, discard: bool = False) -> int:
-    """Most bytes of gathered parameters in a later step, in units of one block's."""
-    engine = ZeroEngine(model, ZeroConfig(stage=3, prefetch_bytes=0), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+def most_gathered(model: nn.Module, *inputs: torch.Tensor, discard: bool = False) -> float:
+    """Most bytes of blocks' gathered parameters in three steps, in units of one block's."""
+    engine = ZeroEngine(model, ZeroConfig(stage=3, prefetch_bytes=0), optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    add, most = engine.memory.add, [0]
+
+    def record(kind: str, nbytes: int) -> None:
+        add(kind, nbytes)
+        most[0] = max(most[0], engine.memory.by_kind["gathered"])
+
+    engine.memory.add = record
     for _ in range(3):
         if discard:
             model(*inputs)
-        engine.memory.peak_by_kind.clear()
-        engine.memory.peak = 0
         engine.backward(model(*inputs).sum())
         engine.step()
-    block = engine.units[1].buffers[0]
-    return (engine.memory.peak_by_kind["gathered"] - sum(4 * b.padded for b in engine.units[0].buffers)) // (4 * block.padded)
+    root, block = (sum(4 * buffer.padded for buffer in unit.buffers) for unit in engine.units[:2])
+    return (most[0] - root) / block
 
 
-class Attending(nn.Module):
-    """Blocks that all get one encoded tensor besides, made of a parameter of the root or that parameter itself."""
+def test_a_forward_that_was_thrown_away_does_not_keep_blocks_gathered_in_the_next_backward() -> None:
+    """But for its last block, which stays for the backward that does not come."""
+    assert most_gathered(zoo.make("Plain", torch.float32), IDS) == 1
+    assert most_gathered(zoo.make("Plain", torch.float32), IDS, discard=True) == 2
 
-    def __init__(self, encode: bool) -> None:
+
+class Sharing(nn.Module):
+    """Blocks that all get one tensor besides: a parameter of the root, or something computed from it."""
+
+    def __init__(self, computed: bool) -> None:
         super().__init__()
-        self.latents, self.encode = nn.Parameter(torch.randn(8)), encode
+        self.latents, self.computed = nn.Parameter(torch.randn(8)), computed
         self.blocks = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shared = (self.latents * 2 if self.encode else self.latents).expand(x.shape) if self.encode else self.latents
+        shared = self.latents * 2 if self.computed else self.latents
         for block in self.blocks:
-            x = block(x, shared)
+            x = torch.tanh(block(x, shared))
         return x
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_an_input_that_all_blocks_share_does_not_keep_them_gathered(computed: bool) -> None:
+    model = Sharing(computed)
+    assert most_gathered(model, torch.ones(8)) == 1
+    assert not model.latents._backward_hooks  # none is left behind on a tensor that outlives the step
 
 
 class CallsBackward(zoo.Plain):
@@ -142,17 +160,20 @@ def test_a_failure_on_all_ranks_with_messages_under_way_is_recovered_from(ranks,
         assert losses[:4] == losses[4:]
 
 
-def fails_on_one_rank() -> str:
+def fails_on_one_rank() -> None:
     model = zoo.make("Plain", torch.float32)
-    engine = ZeroEngine(model, ZeroConfig(stage=3, prefetch_bytes=1), optimizer=zoo.adamw(model))
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=zoo.adamw(model), group=dist.new_group())
     step(engine)
     if dist.get_rank() == 0:
-        handle = engine.world.all_gather(torch.empty(512), torch.empty(256), tag=10**6)  # nobody answers
-        engine.world.abandon(handle)
+        comm.ABANDON_SECONDS = 0.5
+        engine.world.abandon(engine.world.all_gather(torch.empty(512), torch.empty(256), tag=10**6))  # the other rank does not answer
         with pytest.raises(RuntimeError, match="left them at different points"):
             step(engine)
-    dist.barrier()
-    return "done"
+        comm.ABANDON_SECONDS = 10
+
+
+def test_a_rank_that_failed_alone_refuses_to_go_on(ranks) -> None:
+    ranks(2, fails_on_one_rank)
 
 
 class ListsOfLayers(nn.Module):

@@ -6,6 +6,7 @@ The suite never reaches for a model hub: what it needs beyond the repository com
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 # Before anything imports torch. Many processes share few cores here: two threads each would make all of them several times slower.
@@ -15,6 +16,9 @@ os.environ.update(
 )
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would otherwise look up the machine's name, which need not resolve
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background (`scripts/test &`): tests press Ctrl-C in what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

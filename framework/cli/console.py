@@ -53,7 +53,8 @@ class Console:
         log: BinaryIO | None = self._log
         unfinished = b""
         while chunk := self._read():
-            console = _written(console, chunk)
+            if console is not None and (console := _written(console, chunk)) is None:
+                _send_nowhere(sys.stdout.fileno())  # else Python fails at exit for what is still in its buffer
             *lines, unfinished = (unfinished + chunk).split(b"\n")
             if lines:
                 log = _written(log, b"".join(_last_form(line) + b"\n" for line in lines))
@@ -77,6 +78,12 @@ def _written(target: BinaryIO | None, data: bytes) -> BinaryIO | None:
         return target
     except OSError:
         return None
+
+
+def _send_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _last_form(line: bytes) -> bytes:

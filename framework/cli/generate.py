@@ -1,5 +1,7 @@
 """`framework generate --model RUN|FOLDER|FILE.gguf|pkg://... "prompt"`: an answer, printed while it is made.
 
+With `-` for the prompt, each line of standard input is one, and the model is loaded once for all of them.
+
 Unusual: torch is imported after the arguments and the model's path have been looked at, so that a mistake is told in well under a second.
 """
 
@@ -12,6 +14,7 @@ import sys
 from framework.config.errors import Problem, UserError
 from framework.models.locate import check_path, export_of_run
 
+STANDARD_INPUT = "-"
 MOST_THREADS = 8
 """One token at a time is bound by memory; more threads wait for each other."""
 
@@ -33,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="framework generate", description="Answer a prompt with a trained or pretrained model.")
-    made.add_argument("prompt", help="the question, or with --raw the text to continue")
+    made.add_argument("prompt", help="the question, or with --raw the text to continue; -: one in each line of standard input")
     made.add_argument("--model", required=True, help="a run directory, a Hugging Face folder, a .gguf file, pkg://PACKAGE/FILE or org/name")
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer in tokens (default 256)")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the likeliest token")
@@ -74,19 +77,27 @@ def _answer(arguments: argparse.Namespace) -> None:
     from framework.models.generate import generate, load_for_generation
 
     model, tokenizer, stop_ids = load_for_generation(arguments.model)
-    prompt = arguments.prompt
-    if not arguments.raw:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        prompt = [*system, {"role": "user", "content": arguments.prompt}]
-    generate(
-        model,
-        tokenizer,
-        prompt,
-        arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        stop_ids=stop_ids,
-        on_text=lambda text: print(text, end="", flush=True),
-    )
-    print()
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+
+    def answer(prompt: str) -> None:
+        generate(
+            model,
+            tokenizer,
+            prompt if arguments.raw else [*system, {"role": "user", "content": prompt}],
+            arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+            stop_ids=stop_ids,
+            on_text=lambda text: print(text, end="", flush=True),
+        )
+        print()
+
+    if arguments.prompt != STANDARD_INPUT:
+        answer(arguments.prompt)
+        return
+    for line in sys.stdin:
+        if prompt := line.strip():
+            print(f"> {prompt}")
+            answer(prompt)
+            print()

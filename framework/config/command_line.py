@@ -107,9 +107,11 @@ def _vet_one(text: str, options: dict[str, list[str]], config_dir: str | None, m
     if key in HYDRAS_FOLDERS:
         expected = "runs_dir and name, which make RUNS_DIR/NAME/TIME"
         return Problem(path=key, got=value, expected=expected, fix=f"runs_dir={value}")
-    if override.is_hydra_override() or key.startswith("hydra/") or override.package is not None or override.is_delete():
+    if override.is_hydra_override() or key.startswith("hydra/") or override.package is not None:
         vetted.good.append(text)
         return None
+    if override.is_delete():
+        return _taken_away(key, options) if key in options or key in schema_paths() else unknown_key(key, schema_paths(), value, options)
     if key == GROUP:
         if vetted.recipe_named:
             expected = "one; a recipe builds on another through its `defaults:` list"
@@ -126,6 +128,13 @@ def _vet_one(text: str, options: dict[str, list[str]], config_dir: str | None, m
         unneeded_plus = key != GROUP and override.type in (OverrideType.ADD, OverrideType.FORCE_ADD)
         vetted.good.append(text.lstrip("+") if unneeded_plus else text)
     return problem
+
+
+def _taken_away(key: str, options: dict[str, list[str]]) -> Problem:
+    """`~KEY`: the schema's default would step in, unseen."""
+    if key in options:
+        return Problem(path=f"~{key}", got="a group taken away", expected=f"{key} as one of {', '.join(options[key])}")
+    return Problem(path=f"~{key}", got="a setting taken away", expected=f"another value for it; `framework help {key}` says which")
 
 
 def _values(override: Override) -> list[str]:

@@ -58,7 +58,8 @@ class Comm:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.bytes_sent = 0
         self.order = 0
-        """Fingerprint of the gathers and reductions until now, where nothing but their order says which belong together (below 2**31)."""
+        """Fingerprint of the gathers and reductions until now, where nothing but their order says which belong together
+        (below 2**16: its square is exact in fp64, see `norm`)."""
         self._lost = False
         """Whether the ranks no longer agree on what was sent."""
         self._messages = group is not None and dist.get_backend(group) == "gloo"
@@ -152,7 +153,7 @@ class Comm:
             raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
         self.bytes_sent += nbytes
         if not self._messages:
-            self.order = (self.order * 31 + tag + 1) % 2**31
+            self.order = (self.order * 31 + tag + 1) % 65521
 
     def _peers(self) -> list[int]:
         """The other ranks, beginning with the next one, so that not all send to rank 0 first."""

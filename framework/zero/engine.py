@@ -153,9 +153,9 @@ class ZeroEngine:
         """Finish the reduction, clip, update, and forget the gradients. Collective.
 
         Raises NonFiniteError naming step, rank and parameter where the loss or a gradient is not finite, before anything has changed
-        (on CUDA with a fused optimizer the update is skipped on the device and the error comes with the next step).
+        (on CUDA with a fused optimizer the update is skipped on the device; the error comes with the next step or when state is asked for).
         """
-        self._check_last_step()
+        self.check_last_step()
         self._reduce_leftovers()
         sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, self.stop_requested, self.device)
         finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0) & sums.same_order
@@ -210,7 +210,8 @@ class ZeroEngine:
                         "requires_grad before (freezing later is fine, and so is thawing what was frozen later)"
                     )
 
-    def _check_last_step(self) -> None:
+    def check_last_step(self) -> None:
+        """Raise NonFiniteError for a bad step that was not reported yet; `step`, `full_tensors` and `state_dict` begin with it."""
         if self._verdict is not None and not self._verdict.finite:
             why = f"the loss or a gradient was not finite, or {norm.NOT_THE_SAME_ORDER}"
             raise NonFiniteError(f"step {self.steps_done}: {why}; that step's update was skipped")

@@ -70,15 +70,15 @@ def sum_over_ranks(
 ) -> GlobalSums:
     """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
     square_sum = torch.zeros((), dtype=torch.float64, device=device)
-    host = [float(stop), float(world.order)]
+    host = [float(stop), float(world.order), float(world.order**2)]
     for buffer in buffers:
         square_sum += _square_sum(_owned(buffer))
         host += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
     from_host = torch.tensor(host, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     sums = torch.cat([torch.stack([square_sum, loss_sum.double(), tokens.double()]), from_host])
-    expected = sums[4] * world.size
     world.all_reduce(sums).wait()
-    return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[5:], sums[4] == expected)
+    same_order = sums[4].square() == sums[5] * world.size  # equality of Cauchy and Schwarz: all are equal, and every rank sees whether
+    return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[6:], same_order)
 
 
 def where_not_finite(buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor) -> str:

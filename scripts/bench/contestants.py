@@ -27,6 +27,8 @@ MODELS = {
     "small": LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8),
     "tiny": LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4),
 }
+REFERENCE = "alone"
+"""Plain torch on each rank, without any exchange: what a step costs with no engine at all."""
 GRAD_CLIP = 1.0
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
@@ -78,6 +80,13 @@ def deepspeed_is_installed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
+def load_everything(name: str, task: Task) -> None:
+    """Have in memory what stays there once it was used, and belongs to no model: modules and kernels with their caches."""
+    if name.startswith("deepspeed"):
+        import deepspeed  # noqa: F401
+    build(REFERENCE, task).step(*task.batch(0))
+
+
 def build(name: str, task: Task) -> Contestant:
     """The contestant of this name: `alone`, `ddp`, `fsdp2-keep`, `fsdp2-reshard`, `ours-STAGE` or `deepspeed-STAGE`."""
     kind, _, variant = name.partition("-")
@@ -98,7 +107,6 @@ def _ours(task: Task, stage: str) -> Contestant:
 
 
 def _alone(task: Task, _: str) -> Contestant:
-    """Plain torch on each rank, without any exchange: what the step costs with no engine at all."""
     model = task.model()
     return _torch_contestant(task, model, model)
 

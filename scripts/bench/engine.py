@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -24,7 +25,7 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would otherwise look up the machine's name, which need not resolve
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-from contestants import MODELS, Task, deepspeed_is_installed  # noqa: E402
+from contestants import MODELS, REFERENCE, Task, deepspeed_is_installed  # noqa: E402
 from measure import machine  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
@@ -38,7 +39,6 @@ PEERS = {
 }
 """Who is compared with whom: the same placement of parameters, gradients and optimizer state. FSDP2 that keeps parameters after forward
 still frees them after backward, where stage 2 never does."""
-REFERENCE = "alone"
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 MIB = 2**20
 
@@ -48,10 +48,13 @@ class Row:
     """What was measured of one contestant in one group of peers."""
 
     name: str
-    resting_bytes: int
-    peak_bytes: int
-    own_peak_bytes: int | None
-    losses: list[float]
+    resting_bytes: int | None = None
+    """In use after a step, by the C library; the most of any rank, like all bytes here."""
+    peak_bytes: int | None = None
+    """The most in use within a step; activations are part of it."""
+    own_resting_bytes: int | None = None
+    own_peak_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
     """Mean over the ranks, of every step."""
     turn_s: list[float] = field(default_factory=list)
     """Median step of each turn, of the slowest rank."""
@@ -112,25 +115,22 @@ def is_installed(name: str) -> bool:
 
 
 def run_group(names: list[str], task: Task, args: argparse.Namespace) -> list[Row]:
-    """Measure peers in turns. Each has its own processes, which live until all are done."""
-    ranks = {name: Ranks(name, task, args.world_size, args.threads) for name in names}
-    try:
-        rows = {name: first_steps(ranks[name]) for name in progress(names, f"memory of {', '.join(names)}", unit="contestants")}
+    """Measure peers: memory of one after the other, then time in turns, all in processes of their own."""
+    rows = {name: Row(name) for name in names}
+    for name in progress(names, f"memory of {', '.join(names)}", unit="contestants"):
+        with Ranks(name, task, args.world_size, args.threads) as ranks:
+            counted = ranks.run("count_memory")
+        for key in counted[0]:
+            setattr(rows[name], key, max((one[key] for one in counted if one[key] is not None), default=None))
+    with ExitStack() as stack:
+        waiting = {name: stack.enter_context(Ranks(name, task, args.world_size, args.threads)) for name in names}
+        for ranks in waiting.values():
+            ranks.run("build")
         for number in progress(range(args.rounds + 1), f"time of {', '.join(names)}", unit="rounds"):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
-                turns = ranks[name].run("take_turn", args.steps_per_turn)
-                add_turn(rows[name], turns, is_warm_up=number == 0)
-        return list(rows.values())
-    finally:
-        for one in ranks.values():
-            one.close()
-
-
-def first_steps(ranks: Ranks) -> Row:
-    counted = ranks.run("build_under_census")
-    most = {key: max((one[key] for one in counted if one[key] is not None), default=None) for key in counted[0] if key != "losses"}
-    return Row(ranks.name, **most, losses=mean_over_ranks(counted))
+                add_turn(rows[name], waiting[name].run("take_turn", args.steps_per_turn), is_warm_up=number == 0)
+    return list(rows.values())
 
 
 def add_turn(row: Row, turns: list[dict], *, is_warm_up: bool) -> None:
@@ -167,12 +167,16 @@ def compare(group: list[Row]) -> list[dict]:
                 "peer": peer.name,
                 "time": middle,
                 "time_quartiles": (low, high),
-                "resting": ours.resting_bytes / peer.resting_bytes,
-                "peak": ours.peak_bytes / peer.peak_bytes,
-                "sent": ours.sent_bytes / peer.sent_bytes if ours.sent_bytes and peer.sent_bytes else None,
+                "resting": quotient(ours.resting_bytes, peer.resting_bytes),
+                "peak": quotient(ours.peak_bytes, peer.peak_bytes),
+                "sent": quotient(ours.sent_bytes, peer.sent_bytes),
             }
         )
     return found
+
+
+def quotient(mine: float | None, theirs: float | None) -> float | None:
+    return mine / theirs if mine and theirs else None
 
 
 def heading(here: dict, task: Task, args: argparse.Namespace) -> str:
@@ -184,8 +188,8 @@ def heading(here: dict, task: Task, args: argparse.Namespace) -> str:
         f"Llama with {parameters / 1e6:.1f}M parameters, {task.precision}, {args.world_size} ranks (gloo) with {args.threads} threads, "
         f"{task.micro_batch} x {task.tokens_per_sample} tokens per rank and step, {args.rounds} turns of {args.steps_per_turn} steps",
         "" if deepspeed_is_installed() else "DeepSpeed is not installed and left out.\n",
-        "| contestant | step ms | over alone ms | at rest MiB | peak MiB | own meter MiB | sent MiB | own count MiB | last loss |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| contestant | step ms | over alone ms | at rest MiB | own meter | peak MiB | own meter | sent MiB | own count | last loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     return "\n".join(lines)
 
@@ -199,7 +203,8 @@ def table_rows(group: list[Row]) -> str:
             row.name,
             f"{1e3 * row.step_s:.0f}",
             f"{1e3 * over:.0f}" if row is not alone else "",
-            *(mebibytes(n) for n in (row.resting_bytes, row.peak_bytes, row.own_peak_bytes, row.sent_bytes, row.own_sent_bytes)),
+            *map(mebibytes, (row.resting_bytes, row.own_resting_bytes, row.peak_bytes, row.own_peak_bytes)),
+            *map(mebibytes, (row.sent_bytes, row.own_sent_bytes)),
             f"{row.losses[-1]:.5f}" if row is not alone else "(differs)",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -222,13 +227,10 @@ def mebibytes(nbytes: float | None) -> str:
 
 def run_profile(name: str, task: Task, args: argparse.Namespace) -> str:
     """Rank 0's profile; the other ranks are profiled, too, so that all are slowed down alike."""
-    ranks = Ranks(name, task, args.world_size, args.threads)
-    try:
-        ranks.run("build_under_census")
+    with Ranks(name, task, args.world_size, args.threads) as ranks:
+        ranks.run("build")
         ranks.run("take_turn", 2)
         return ranks.run("profile", 2 if args.quick else 10, 14)[0]
-    finally:
-        ranks.close()
 
 
 if __name__ == "__main__":

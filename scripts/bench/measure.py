@@ -1,56 +1,78 @@
-"""Two meters that know nothing of any engine: bytes of tensors by torch's allocator, and bytes sent by the kernel's count.
+"""Two meters that know nothing of any engine: bytes in use by the C library's allocator, and bytes sent by the kernel's count.
 
-Both look below the libraries, so that one rule holds for all contestants: a storage that is resized, a bucket made in C++ and a message
-of a collective inside gloo count like any other.
+Both look below the libraries, so that one rule holds for all contestants: a storage that is resized, a bucket made in C++, a tensor that
+a thread of gloo frees and a message of a collective count like any other. (Torch's profiler counts memory per thread and misses what
+others free.)
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import platform
 import socket
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TCP_INFO_BYTES_SENT = 200
 """Offset of `tcpi_bytes_sent`, u64, in Linux's `struct tcp_info` (since 4.19)."""
-WINDOW = "bench: measured steps"
 
 
-@dataclass(frozen=True)
-class TensorBytes:
-    """CPU tensor memory of one process, in bytes, of all that was allocated since the census began."""
+class _MallInfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2` (since 2.33)."""
 
-    resting: int
-    """After the last step."""
-    peak: int
-    """The most within the measured steps; activations are part of it."""
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
 
 
-def tensor_census(prepare: Callable[[], None], steps: Callable[[], None]) -> TensorBytes:
-    """Run `prepare`, then `steps`, and count every allocation and release of torch's CPU allocator in both; `peak` is of `steps`."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        prepare()
-        with record_function(WINDOW):
-            steps()
-    events = profiler.profiler.kineto_results.events()
-    window = next(event for event in events if event.name() == WINDOW)
-    begin, end = window.start_ns(), window.start_ns() + window.duration_ns()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = peak = 0
-    for when, nbytes in changes:
-        if when > end:
-            break
-        held += nbytes
-        if when >= begin:
-            peak = max(peak, held)
-    return TensorBytes(resting=held, peak=peak)
+class Census(TorchDispatchMode):
+    """Bytes in use by malloc in this process above those at its beginning, looked at before and after every torch operator within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self._begin_bytes = _bytes_in_use()
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._look()
+        result = func(*args, **(kwargs or {}))
+        self._look()
+        return result
+
+    def held_bytes(self) -> int:
+        gc.collect()
+        return _bytes_in_use() - self._begin_bytes
+
+    def _look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, _bytes_in_use() - self._begin_bytes)
+
+
+def memory_can_be_counted() -> bool:
+    return _mallinfo2 is not None
+
+
+def _load_mallinfo2() -> Callable[[], _MallInfo2] | None:
+    try:
+        found = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # another C library
+        return None
+    found.restype = _MallInfo2
+    return found
+
+
+_mallinfo2 = _load_mallinfo2()
+
+
+def _bytes_in_use() -> int:
+    info = _mallinfo2()
+    return info.uordblks + info.hblkhd  # on heaps, and mapped one by one
 
 
 def bytes_sent() -> int | None:

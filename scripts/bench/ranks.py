@@ -28,7 +28,7 @@ class Ranks:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._inductor"])  # seconds, once; torch's profiler imports the latter
+        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])  # seconds, once; optimizers import the latter
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
@@ -55,7 +55,10 @@ class Ranks:
             results.append(result)
         return results
 
-    def close(self) -> None:
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -102,21 +105,33 @@ class _Rank:
         self.contestant: Any = None
         self.steps_done = 0
 
-    def build_under_census(self) -> dict[str, Any]:
-        """Build the contestant, take a first step (which makes the optimizer's state), and count memory in the steps after it."""
+    def build(self) -> None:
         from contestants import build
-        from measure import tensor_census
 
-        losses: list[float] = []
+        self.contestant = build(self.name, self.task)
 
-        def prepare() -> None:
-            self.contestant = build(self.name, self.task)
-            losses.append(self._step())
+    def count_memory(self) -> dict[str, int | None]:
+        """Bytes in use after a step, and the most within a step, above those of a process that has everything loaded and holds no model."""
+        from contestants import load_everything
+        from measure import Census, memory_can_be_counted
 
-        census = tensor_census(prepare, lambda: losses.extend(self._step() for _ in range(CENSUS_STEPS)))
+        if not memory_can_be_counted():
+            self.build()
+            self._step()
+            return self._memory(None, None)
+        load_everything(self.name, self.task)
+        census = Census()
+        self.build()
+        self._step()  # makes the optimizer's state
+        with census:
+            for _ in range(CENSUS_STEPS):
+                self._step()
+        return self._memory(census.held_bytes(), census.peak_bytes)
+
+    def _memory(self, resting_bytes: int | None, peak_bytes: int | None) -> dict[str, int | None]:
         engine = self.contestant.engine
-        own = engine.memory.peak if engine else None
-        return {"resting_bytes": census.resting, "peak_bytes": census.peak, "own_peak_bytes": own, "losses": losses}
+        own = {"own_resting_bytes": engine.memory.current, "own_peak_bytes": engine.memory.peak} if engine else {}
+        return {"resting_bytes": resting_bytes, "peak_bytes": peak_bytes, "own_resting_bytes": None, "own_peak_bytes": None} | own
 
     def take_turn(self, steps: int) -> dict[str, Any]:
         """Time `steps` steps, each from its begin to its end on this rank."""

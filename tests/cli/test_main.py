@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +26,11 @@ def test_help_lists_the_commands(capsys, arguments):
     assert status(*arguments) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("train", "check", "generate", "help", "env"))
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "framework", "--version"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and done.stdout.startswith("framework ")
 
 
 @pytest.mark.parametrize("command", ["check", "help", "env"])

@@ -146,6 +146,15 @@ def test_the_command_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == generate(model, tokenizer, "Hello", 8, stop_ids=stops) + "\n"
 
 
+def test_a_dash_takes_a_prompt_from_each_line_of_standard_input(tmp_path: Path, capsys, monkeypatch):
+    folder = export(tmp_path / "model")
+    command.main(["--model", str(folder), "Hello", "--max-new-tokens", "8"])
+    answer = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", ["Hello\n", "\n", "Hello"])
+    assert command.main(["--model", str(folder), "-", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out == f"> Hello\n{answer}\n" * 2
+
+
 def test_the_command_tells_all_mistakes_at_once_without_torch(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("name: run\n")
     program = (

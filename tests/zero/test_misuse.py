@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero import NonFiniteError, PrecisionConfig, ZeroConfig, ZeroEngine, norm
+from framework.zero.comm import Comm
 from tests.zero import zoo
 
 (IDS,) = zoo.micro_batches(1, 1)[0]
@@ -135,6 +136,25 @@ def runs_blocks_in_the_order_of_its_rank() -> None:
 
 def test_an_order_of_blocks_that_depends_on_the_rank_is_refused_where_it_mixes_parameters_up(ranks) -> None:
     ranks(2, runs_blocks_in_the_order_of_its_rank)
+
+
+def sees_the_same_order(order: list[int]) -> bool:
+    world, zero = Comm(dist.group.WORLD), torch.zeros(())
+    world.order = order[world.rank]
+    return bool(norm.sum_over_ranks([], world, zero, zero, False, zero.device).same_order)
+
+
+def test_every_rank_sees_that_orders_differ_also_the_one_whose_order_is_their_mean(ranks) -> None:
+    assert ranks(3, sees_the_same_order, [10, 20, 30]) == [False] * 3
+    assert ranks(3, sees_the_same_order, [65520] * 3) == [True] * 3
+
+
+def test_a_bad_step_that_only_the_device_knows_of_is_raised_before_state_is_given_away() -> None:
+    _, engine = make("Plain", 3)
+    engine._verdict = norm.Verdict(torch.tensor(False))  # what a step with a fused optimizer leaves on CUDA
+    for give in (engine.state_dict, lambda: next(engine.full_tensors()), engine.step):
+        with pytest.raises(NonFiniteError, match="that step's update was skipped"):
+            give()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

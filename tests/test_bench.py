@@ -1,0 +1,69 @@
+"""The benchmark of the engine runs and compares like with like. What it measures of time is not looked at here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENGINE = Path(__file__).parent.parent / "scripts" / "bench" / "engine.py"
+OURS = {f"ours-{stage}" for stage in range(4)}
+TORCHS = {"ddp", "fsdp2-keep", "fsdp2-reshard"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(printed text, what --json wrote) of one quick run."""
+    written = tmp_path_factory.mktemp("bench") / "measured.json"
+    done = subprocess.run(
+        [sys.executable, ENGINE, "--size", "tiny", "--quick", "--json", written], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(written.read_text())
+
+
+def rows_of(measured: dict) -> dict[str, dict]:
+    return {row["name"]: row for row in measured["rows"]}
+
+
+def test_every_contestant_has_a_row_and_every_peer_a_ratio(run):
+    printed, measured = run
+    first_cells = set(re.findall(r"^\| ([\w-]+(?: / [\w-]+)?) \|", printed, flags=re.MULTILINE))
+    assert OURS | TORCHS | {"alone", "ours-0 / ddp", "ours-2 / fsdp2-keep", "ours-3 / fsdp2-reshard"} <= first_cells
+    assert OURS | TORCHS <= rows_of(measured).keys()
+
+
+def test_all_contestants_train_alike(run):
+    losses = {name: row["losses"] for name, row in rows_of(run[1]).items() if name != "alone"}
+    for name, mine in losses.items():
+        assert mine == pytest.approx(losses["ddp"], rel=1e-4), name
+
+
+def test_the_loss_falls_so_that_a_wrong_update_would_show(run):
+    losses = rows_of(run[1])["ddp"]["losses"]
+    assert losses[-1] < 0.99 * losses[0]
+
+
+def test_ranks_that_do_not_exchange_lose_differently(run):
+    """The check of losses can tell training together from training alone."""
+    rows = rows_of(run[1])
+    assert rows["alone"]["losses"][-1] != pytest.approx(rows["ddp"]["losses"][-1], rel=1e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how many bytes a socket has sent")
+def test_the_kernel_counts_the_bytes_that_the_engine_says_it_sends(run):
+    for name in OURS:
+        row = rows_of(run[1])[name]
+        assert row["sent_bytes"] == pytest.approx(row["own_sent_bytes"], rel=0.05), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the bytes in use are glibc's count")
+def test_the_c_library_counts_the_model_state_that_the_engine_says_it_holds(run):
+    """And little else: the rest are Python's objects."""
+    for name in OURS:
+        row = rows_of(run[1])[name]
+        assert 0 <= row["resting_bytes"] - row["own_resting_bytes"] < 2**20, name

@@ -228,10 +228,10 @@ class FlatBuffer:
         self.meter.add("gathered", -self._full_bytes)
         self.present = False
 
-    def publish(self) -> None:
-        """After the masters have changed: bring `shard` up to date, and mark what other ranks hold as stale."""
+    def publish(self, *, written: bool = False) -> None:
+        """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
-        if self.master is not self.shard:
+        if self.master is not self.shard and not written:
             self.shard.copy_(self.master)
         self._outdate()
 

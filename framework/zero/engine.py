@@ -170,7 +170,7 @@ class ZeroEngine:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
             self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
         for buffer in self.trained:
-            buffer.publish()
+            buffer.publish(written=self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards)
             buffer.end_step()
         self._verdict = norm.Verdict(finite) if in_kernel else None
         self.steps_done += 1

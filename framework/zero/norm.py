@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from framework.kernels.square_sum import square_sum
 from framework.zero.buffer import FlatBuffer
 from framework.zero.comm import Comm
 from framework.zero.layout import ALIGN
@@ -69,13 +70,13 @@ def sum_over_ranks(
     buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor, tokens: torch.Tensor, stop: bool, device: torch.device
 ) -> GlobalSums:
     """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
-    square_sum = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     host = [float(stop), float(world.order), float(world.order**2)]
     for buffer in buffers:
-        square_sum += _square_sum(_owned(buffer))
+        total += square_sum(_owned(buffer))
         host += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
     from_host = torch.tensor(host, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    sums = torch.cat([torch.stack([square_sum, loss_sum.double(), tokens.double()]), from_host])
+    sums = torch.cat([torch.stack([total, loss_sum.double(), tokens.double()]), from_host])
     world.all_reduce(sums).wait()
     same_order = sums[4].square() == sums[5] * world.size  # equality of Cauchy and Schwarz: all are equal, and every rank sees whether
     return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[6:], same_order)
@@ -108,9 +109,3 @@ def _owned(buffer: FlatBuffer) -> torch.Tensor:
         return buffer.grad
     share = -(-buffer.shard_numel // (replicas.size * ALIGN)) * ALIGN
     return buffer.grad[replicas.rank * share : (replicas.rank + 1) * share]
-
-
-def _square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares, exact to about 1e-9: norms of ALIGN elements in the data type itself, their squares in fp64. Ten times as fast on
-    CPU as an fp64 reduction, whose conversion is the cost."""
-    return torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1).double().square().sum()

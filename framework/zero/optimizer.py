@@ -2,7 +2,7 @@
 
 Every parameter of the module becomes one 1-D fp32 parameter per rank: the piece of it that this rank owns. Element-wise optimizers (AdamW,
 SGD, ...) do on the pieces exactly what they would do on the whole; a parameter that got no gradient on any rank is skipped, as
-torch skips `grad=None`, instead of being decayed by a zero gradient.
+torch skips `grad=None`, instead of being decayed by a zero gradient. A plain AdamW runs on whole buffers (`flat_adamw.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 
 from framework.zero import compat
 from framework.zero.buffer import FlatBuffer
+from framework.zero.flat_adamw import FlatAdamW
 from framework.zero.layout import Piece
 
 NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
@@ -64,10 +65,15 @@ class ShardedOptimizer:
             group["params"] = mine
             group.pop("param_names", None)
         self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in taken]
+        self._flat = FlatAdamW(optimizer, self.pieces) if FlatAdamW.takes(optimizer, buffers) else None
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
         has looked). `is_used[offsets[id(buffer)] + slot index]` says which parameters any rank used."""
+        if self._flat is not None:
+            self._flat.step(factor, is_used, offsets)
+            self._step_torch()  # without gradients: nothing but the hooks and the counters that users put there
+            return
         in_kernel = self.scales_in_kernel
         for buffer, index, piece, shard in self.pieces:
             if is_used[offsets[id(buffer)] + index]:
@@ -76,15 +82,20 @@ class ShardedOptimizer:
         if in_kernel:
             self.torch.grad_scale = factor.reciprocal().float()
             self.torch.found_inf = (~finite).float()
+        try:
+            self._step_torch()
+        finally:
+            if in_kernel:
+                del self.torch.grad_scale, self.torch.found_inf
+            for *_, shard in self.pieces:
+                shard.grad = None
+
+    def _step_torch(self) -> None:
         self._stepping = True
         try:
             self.torch.step()
         finally:
             self._stepping = False
-            if in_kernel:
-                del self.torch.grad_scale, self.torch.found_inf
-            for *_, shard in self.pieces:
-                shard.grad = None
 
     def _refuse_bare_step(self, *_: object) -> None:
         if not self._stepping:
@@ -93,7 +104,14 @@ class ShardedOptimizer:
     @property
     def scales_in_kernel(self) -> bool:
         """Whether the optimizer's own kernel multiplies the gradient by the factor and skips a step that is not finite."""
+        if self._flat is not None:
+            return True
         return compat.takes_grad_scale(self.torch) and all(buffer.master_dtype is torch.float32 for buffer, *_ in self.pieces)
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether a step leaves the updated parameters in `FlatBuffer.shard`, too, and not in the masters alone."""
+        return self._flat is not None
 
     def state_pieces(self) -> Iterator[tuple[FlatBuffer, Piece, dict]]:
         """Each piece with its optimizer state."""

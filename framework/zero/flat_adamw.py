@@ -1,0 +1,114 @@
+"""AdamW over whole buffers by our own kernel: one pass reads the gradient, scales and clips it, updates moments and master, and writes
+the parameters in the compute dtype.
+
+The torch optimizer stays what users see: `lr` is set in its groups, and its state holds the moments, which are views of one flat tensor per
+buffer. Only its loop over parameters is replaced, where it is a plain `torch.optim.AdamW` and a compiled kernel is there.
+
+Unusual: neighbours in a buffer that have the same settings are updated as one range, across the gap between them: zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from framework.kernels.adamw import adamw_
+from framework.kernels.library import library_for
+from framework.kernels.shard import ShardCopies, ShardRange, adam_range
+from framework.zero.buffer import FlatBuffer
+from framework.zero.layout import ALIGN, Piece
+
+OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Options of torch's AdamW that the kernel does not have."""
+
+
+@dataclass(eq=False)
+class _Shard:
+    """One piece of a parameter, and how often it was updated."""
+
+    slot: int
+    piece: Piece
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    state: dict[str, Any] | None = None
+    steps: int = 0
+
+
+class FlatAdamW:
+    """The step of `optimizer` on `pieces`: (buffer, index of the slot, piece, the 1-D parameter that the optimizer holds)."""
+
+    @staticmethod
+    def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
+        """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""
+        plain = type(optimizer) is torch.optim.AdamW and not any(
+            isinstance(group["lr"], torch.Tensor) or any(group.get(option) for option in OTHER_ARITHMETIC) for group in optimizer.param_groups
+        )
+        return plain and all(library_for("fw_adamw", buffer.master, buffer.shard) is not None for buffer in buffers)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]]) -> None:
+        self._torch = optimizer
+        group_of = {id(shard): group for group in optimizer.param_groups for shard in group["params"]}
+        self._shards: dict[FlatBuffer, list[_Shard]] = {}
+        for buffer, slot, piece, parameter in pieces:
+            self._shards.setdefault(buffer, []).append(_Shard(slot, piece, parameter, group_of[id(parameter)]))
+        self._moments: dict[FlatBuffer, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def step(self, factor: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
+        """Update with gradient = `buffer.grad` * `factor`; where `factor` is not finite, nothing changes but the counts of steps."""
+        factor = factor.float()
+        for buffer, shards in self._shards.items():
+            used = [shard for shard in shards if is_used[offsets[id(buffer)] + shard.slot]]
+            if not used:
+                continue
+            if buffer not in self._moments:
+                self._moments[buffer] = (torch.zeros_like(buffer.master), torch.zeros_like(buffer.master))
+            exp_avg, exp_avg_sq = self._moments[buffer]
+            copies = ShardCopies(data=buffer.shard) if buffer.shard is not buffer.master else None
+            for (betas, eps), ranges in self._ranges(buffer, used).items():
+                adamw_(buffer.master, exp_avg, exp_avg_sq, buffer.grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
+
+    def _ranges(self, buffer: FlatBuffer, used: list[_Shard]) -> dict[tuple[tuple[float, float], float], list[ShardRange]]:
+        """By (betas, eps): what is updated, in order, neighbours as one."""
+        settings: dict[tuple[int, int], ShardRange] = {}
+        calls: dict[tuple[tuple[float, float], float], list[ShardRange]] = {}
+        for shard in used:
+            self._count(buffer, shard)
+            group, key = shard.group, (id(shard.group), shard.steps)
+            if key not in settings:
+                options = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "betas": group["betas"]}
+                settings[key] = adam_range(0, 0, step=shard.steps, **options)
+            ranges = calls.setdefault((tuple(group["betas"]), group["eps"]), [])
+            start = shard.piece.shard_start
+            if ranges and _same(ranges[-1], settings[key]) and start - ranges[-1].stop < ALIGN:
+                start = ranges.pop().start
+            one = settings[key]
+            corrections = {"bias_correction1": one.bias_correction1, "bias_correction2_sqrt": one.bias_correction2_sqrt}
+            ranges.append(ShardRange(start=start, stop=shard.piece.shard_stop, lr=one.lr, weight_decay=one.weight_decay, **corrections))
+        return calls
+
+    def _count(self, buffer: FlatBuffer, shard: _Shard) -> None:
+        """One step more for `shard`, whose state is made, or taken over where it was loaded."""
+        if shard.state is None or self._torch.state.get(shard.parameter) is not shard.state:
+            at = slice(shard.piece.shard_start, shard.piece.shard_stop)
+            moments = {key: flat[at] for key, flat in zip(("exp_avg", "exp_avg_sq"), self._moments[buffer], strict=True)}
+            loaded = self._torch.state.get(shard.parameter) or {}
+            for key, moment in moments.items():
+                moment.copy_(loaded[key]) if key in loaded else moment.zero_()
+            shard.steps = int(loaded.get("step", 0))
+            shard.state = {"step": torch.tensor(float(shard.steps)), **moments}
+            self._torch.state[shard.parameter] = shard.state
+        shard.steps += 1
+        shard.state["step"].fill_(shard.steps)
+
+
+def _same(one: ShardRange, other: ShardRange) -> bool:
+    """Whether two ranges have the same settings."""
+    return (one.lr, one.weight_decay, one.bias_correction1, one.bias_correction2_sqrt) == (
+        other.lr,
+        other.weight_decay,
+        other.bias_correction1,
+        other.bias_correction2_sqrt,
+    )

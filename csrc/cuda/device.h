@@ -51,18 +51,18 @@ static __device__ __forceinline__ float to_float(fp16 x) {
 #endif
 }
 
-// Round to nearest even; NaN stays NaN.
+// Round to nearest even. Every NaN becomes the same one, as in the CPU library: a device's own conversion makes others of it.
 template <class T>
 static __device__ __forceinline__ T from_float(float x) {
   if constexpr (std::is_same<T, bf16>::value) {
 #if defined(__CUDACC__)
-    return bf16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+    return bf16{x != x ? static_cast<uint16_t>(0x7fc0) : __bfloat16_as_ushort(__float2bfloat16_rn(x))};
 #else
     return bf16{emulated_bf16_bits(x)};
 #endif
   } else if constexpr (std::is_same<T, fp16>::value) {
 #if defined(__CUDACC__)
-    return fp16{__half_as_ushort(__float2half_rn(x))};
+    return fp16{x != x ? static_cast<uint16_t>(0x7e00) : __half_as_ushort(__float2half_rn(x))};
 #else
     return fp16{emulated_fp16_bits(x)};
 #endif

@@ -89,13 +89,14 @@ inline unsigned __float_as_uint(float value) {
   __builtin_memcpy(&bits, &value, 4);
   return bits;
 }
-// Rounds to nearest even, NaN to 0x7fff, as a device does.
+// Round to nearest even, every NaN to one.
 inline unsigned short emulated_bf16_bits(float value) {
   const unsigned bits = __float_as_uint(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
   return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 inline unsigned short emulated_fp16_bits(float value) {
+  if (value != value) return 0x7e00;
   const _Float16 half = static_cast<_Float16>(value);
   unsigned short bits;
   __builtin_memcpy(&bits, &half, 2);

@@ -11,8 +11,8 @@
  *   - Nothing allocates, keeps a pointer, or waits for the device.
  *   - Arithmetic is fp32 whatever the dtype of the tensors, unless it says otherwise. Rounding to bf16 and fp16 is to nearest even. The
  *     functions with sums of many elements or exponentials state their error.
- *   - Optimizers and quantisation flush fp32 denormals (below 1.18e-38) to zero in their arithmetic: moments that decay into denormals
- *     make the processor 10 to 25 times slower otherwise.
+ *   - fp32 denormals (below 1.18e-38) count as zero in the arithmetic of all functions but fw_cast and fw_square_sum: moments that decay
+ *     into denormals make a CPU 10 to 25 times slower otherwise.
  */
 #ifndef FRAMEWORK_KERNELS_H
 #define FRAMEWORK_KERNELS_H
@@ -115,8 +115,7 @@ FW_API int fw_sgd(float* master, uint16_t* remainder, float* momentum_buffer, co
  * scratch: [scratch_numel] doubles, >= FW_SQUARE_SUM_SCRATCH; the CPU library takes NULL, too. */
 FW_API int fw_square_sum(const void* x, int dtype, int64_t n, double* out, double* scratch, int64_t scratch_numel, void* stream);
 
-/* dst[i] = src[i], rounded to nearest even. NaN stays NaN (0x7fc0 in bf16, 0x7e00 in fp16), too large for fp16 becomes infinite, denormals
- * are kept. */
+/* dst[i] = src[i], rounded to nearest even. NaN stays NaN (in bf16 always 0x7fc0), too large for fp16 becomes infinite, denormals are kept. */
 FW_API int fw_cast(const void* src, int src_dtype, void* dst, int dst_dtype, int64_t n, void* stream);
 
 /* Symmetric block quantisation. With v = x + error (error NULL: x), for each block of `block` elements (the last may be shorter):
@@ -135,10 +134,15 @@ FW_API int fw_dequantize(const void* q, int bits, const float* scales, int64_t n
  * sum quantised, sum_out is the sum in sum_dtype; what is NULL is not wanted. */
 FW_API int fw_dequantize_sum_quantize(const void* q, const float* scales, int64_t parts, int64_t n, int bits, int block, void* q_out,
                                       float* scales_out, void* sum_out, int sum_dtype, void* stream);
+#define FW_LARGEST_FUSED_BLOCK 4096 /* fw_copies and, with q_out, fw_dequantize_sum_quantize refuse larger blocks */
 
 /* NormalFloat4 of QLoRA (arXiv:2305.14314, appendix E), packed as bitsandbytes does: element 2i in the HIGH nibble of byte i.
  * out = table[nibble] * absmax[i / block]. q: [(n + 1) / 2], absmax: [ceil(n / block)]. block must be even. */
 FW_API int fw_nf4_dequantize(const uint8_t* q, const float* absmax, int64_t n, int block, void* out, int dtype, void* stream);
+
+/* CPU only, for scripts/bench/kernels.py: moves the bytes of fw_adamw on n elements with nothing to compute. The values do not change. */
+FW_API int fw_move_like_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* grad, int grad_dtype, const fw_copies* copies,
+                              int64_t n, void* stream);
 
 /* ---- layers of a decoder ----
  * Tensors whose dtype is not written are in `dtype`. */

@@ -63,7 +63,8 @@ struct Block {
   SharedArray shared[kMostSharedArrays];
   int shared_arrays = 0;
   size_t shared_bytes = 0;
-  const std::function<void()>* body = nullptr;
+  void (*body)(const void*) = nullptr;
+  const void* arguments = nullptr;
   bool failed = false;
 };
 
@@ -144,7 +145,7 @@ void arrive_in_warp(Collective& lanes, const char* where) { arrive(lanes.barrier
 
 void thread_entry() {
   entered_first();
-  (*block.body)();
+  block.body(block.arguments);
   release(&end_of_launch);
   block.running->done = true;
   block.alive--;
@@ -269,7 +270,7 @@ void* shared_memory(const void* key, size_t bytes) {
   return array.memory;
 }
 
-void launch(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const std::function<void()>& thread_body) {
+void launch(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, void (*thread_body)(const void*), const void* arguments) {
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> lock(one_at_a_time);
   const uint64_t threads = uint64_t(block_size.x) * block_size.y * block_size.z;
@@ -284,7 +285,8 @@ void launch(dim3 grid, dim3 block_size, size_t dynamic_shared_bytes, const std::
   block.count = int(threads);
   if (block.threads.size() < threads) block.threads.resize(threads);
   block.warps.resize((threads + kWarpThreads - 1) / kWarpThreads);
-  block.body = &thread_body;
+  block.body = thread_body;
+  block.arguments = arguments;
   block.failed = false;
   position.block_size = block_size;
   position.grid_size = grid;

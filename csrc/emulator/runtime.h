@@ -9,7 +9,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 
 struct dim3 {
   unsigned x, y, z;
@@ -38,7 +37,8 @@ unsigned ballot(unsigned mask, bool predicate, const char* where);
 // The block's memory for the array identified by `key`, made at first use and filled with 0xFF bytes: NaN, or -1.
 void* shared_memory(const void* key, size_t bytes);
 
-void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& thread_body);
+// `thread_body(arguments)` is what each thread does.
+void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, void (*thread_body)(const void*), const void* arguments);
 int last_error();
 
 inline int lane() { return position.thread_number % kWarpThreads; }
@@ -51,6 +51,11 @@ T exchange(unsigned mask, T value, int source_lane, const char* where) {
   bits = exchange_bits(mask, bits, source_lane, where);
   __builtin_memcpy(&value, &bits, sizeof(T));
   return value;
+}
+
+template <class Body>
+void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const Body& body) {
+  launch(grid, block, dynamic_shared_bytes, [](const void* b) { (*static_cast<const Body*>(b))(); }, &body);
 }
 
 template <class T, int N>

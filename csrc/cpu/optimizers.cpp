@@ -164,7 +164,8 @@ int fw_move_like_adamw(float* master, float* exp_avg, float* exp_avg_sq, const v
                        void*) {
     const fw_range range = {0, n, 0, 0, 1, 1};
     const Shard shard = shard_of(master, nullptr, exp_avg, exp_avg_sq, grad, grad_dtype, copies, &range, 1);
-    if (!valid(shard, copies, &range, 1)) return FW_INVALID;
+    const bool moves_fp32 = grad_dtype == FW_F32 && !shard.copy, moves_bf16 = grad_dtype == FW_BF16 && shard.copy && shard.copy_dtype == FW_BF16;
+    if (!valid(shard, copies, &range, 1) || !(moves_fp32 || moves_bf16)) return FW_INVALID;
     run(shard, copies, &range, 1, [&](const Loops& loops, const fw_range&, int64_t start, int64_t stop) { loops.move(shard, start, stop); });
     return 0;
 }

@@ -140,7 +140,8 @@ FW_API int fw_dequantize_sum_quantize(const void* q, const float* scales, int64_
  * out = table[nibble] * absmax[i / block]. q: [(n + 1) / 2], absmax: [ceil(n / block)]. block must be even. */
 FW_API int fw_nf4_dequantize(const uint8_t* q, const float* absmax, int64_t n, int block, void* out, int dtype, void* stream);
 
-/* CPU only, for scripts/bench/kernels.py: moves the bytes of fw_adamw on n elements with nothing to compute. The values do not change. */
+/* CPU only, for scripts/bench/kernels.py: moves the bytes of fw_adamw on n elements with nothing to compute; the values do not change.
+ * Either an fp32 gradient and no copy, or a bf16 gradient and a bf16 copy. */
 FW_API int fw_move_like_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* grad, int grad_dtype, const fw_copies* copies,
                               int64_t n, void* stream);
 

@@ -1,0 +1,228 @@
+"""Finds and loads the compiled kernels (`csrc/`), and decides for every call whether they or plain torch do it.
+
+    choose("auto")                                                   the one switch, for the whole process
+    if library := library_for("fw_cast", src=src, dst=dst): ...      None: use the reference
+
+- `auto`: the compiled function where there is one for these tensors, else the reference.
+- `reference`: always plain torch, to compare with or to rule the kernels out.
+- `compiled`: always the compiled function; a `KernelError` says why where that cannot be.
+
+Unusual: a library is an ordinary file loaded with ctypes at the first call that wants it, and a missing one is no error. It is looked for in
+$FRAMEWORK_KERNELS_DIR if that is set, else in the installed package (`framework/kernels/lib/`) and, in a checkout, in `build/*/`; the one
+built last is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from framework.kernels.signatures import SIGNATURES, TYPES
+
+ABI_VERSION = 1
+"""FW_ABI_VERSION of the header that this Python code was written for."""
+
+Mode = Literal["auto", "reference", "compiled"]
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FW_INVALID = 10001
+MEANINGS = {
+    FW_INVALID: "it refuses these arguments",
+    2: "out of device memory",
+    35: "the NVIDIA driver is older than the CUDA version that the kernels were built with",
+    98: "the kernels were not built for this GPU",
+    100: "no GPU was found",
+    209: "the kernels were not built for this GPU",
+    700: "an illegal memory access on the GPU, perhaps by an earlier kernel",
+    716: "a misaligned address on the GPU, perhaps by an earlier kernel",
+}
+HOW_TO_BUILD = "Build the kernels with `pip install .` (csrc/README.md), or use kernels=auto."
+
+
+class KernelError(RuntimeError):
+    """A compiled function failed, cannot be used as asked, or was given tensors that it does not take."""
+
+
+class Library:
+    """One loaded library. `name` is the kind of device that it is for: cpu or cuda."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        """Raises OSError if the file cannot be loaded, KernelError if its ABI is not the one expected here."""
+        self.name, self.path = name, path
+        self._handle = ctypes.CDLL(str(path))
+        self._functions: dict[str, Any] = {}
+        self._threads = 0
+        version = self._handle.fw_abi_version() if self.has("fw_abi_version") else None
+        if version != ABI_VERSION:
+            raise KernelError(f"{path} has ABI version {version}, and this installation needs {ABI_VERSION}. Build it again: pip install .")
+
+    @property
+    def description(self) -> str:
+        """What was built, and on the CPU which instruction set is used."""
+        describe = self._handle.fw_describe
+        describe.restype = ctypes.c_char_p
+        return describe().decode()
+
+    def has(self, function: str) -> bool:
+        """Whether the library exports `function`."""
+        if function not in self._functions:
+            try:
+                found = getattr(self._handle, function)
+                found.argtypes = [TYPES[letter] for letter in SIGNATURES[function]]
+            except AttributeError:
+                found = None
+            self._functions[function] = found
+        return self._functions[function] is not None
+
+    def call(self, function: str, *args: Any) -> None:
+        """Call `function`; its last argument, the stream, included. Raises KernelError if it does not return 0."""
+        if not self.has(function):
+            raise KernelError(f"{function}: {self.path} has no such function.")
+        if self.name == "cpu" and self._threads != (threads := torch.get_num_threads()):
+            self._handle.fw_set_threads(threads)  # torch may have an OpenMP runtime of its own, so it is not enough that it told that one
+            self._threads = threads
+        code = self._functions[function](*args)
+        if code != 0:
+            raise KernelError(f"{function} ({self.name}) returned {code}: {MEANINGS.get(code, 'a CUDA error of this number')}.")
+
+
+_mode: Mode = "auto"
+_loaded: dict[str, Library | str] = {}
+"""By name: the library, or why there is none. Empty until something asks."""
+_substitutes: dict[str, Library] = {}
+
+
+def choose(mode: Mode) -> None:
+    """Set for the whole process what does the work. Raises KernelError for another word."""
+    global _mode
+    if mode not in ("auto", "reference", "compiled"):
+        raise KernelError(f"kernels: got {mode!r}, expected auto, reference or compiled.")
+    _mode = mode
+
+
+def mode() -> Mode:
+    """What `choose` set; auto at first."""
+    return _mode
+
+
+def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) -> Library | None:
+    """The library that has `function` for these tensors, or None for the reference.
+
+    Tensors are checked whatever the mode, so that what works with the references works with the libraries: KernelError if they are on different
+    devices or not contiguous. What is given by name is called so in the message. None stands for an argument that was left out.
+    """
+    given = {f"tensor {position}": tensor for position, tensor in enumerate(tensors, 1)} | named
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    device = _one_device(function, given)
+    for name, tensor in given.items():
+        if not tensor.is_contiguous():
+            raise KernelError(
+                f"{function}: {name} is not contiguous (shape {list(tensor.shape)}, strides {list(tensor.stride())}). Pass {name}.contiguous()."
+            )
+    if _mode == "reference" or device == "meta":
+        return None
+    library = _substitutes.get(device) or _load(device)
+    why_not = _why_not(function, library, given)
+    if why_not is None:
+        return library
+    if _mode == "compiled":
+        raise KernelError(f"kernels=compiled, but {function} cannot be used: {why_not}. {HOW_TO_BUILD}")
+    return None
+
+
+def stream_of(tensor: Tensor) -> int | None:
+    """The address of the CUDA stream that torch uses now on the tensor's device; None on the CPU."""
+    if tensor.device.type != "cuda":
+        return None
+    return torch._C._cuda_getCurrentRawStream(tensor.device.index)
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """`enum fw_dtype`. Raises KernelError for dtypes that the kernels do not know."""
+    if dtype not in DTYPE_CODES:
+        raise KernelError(f"got {dtype}, expected one of {', '.join(map(str, DTYPE_CODES))}.")
+    return DTYPE_CODES[dtype]
+
+
+def status() -> dict[str, str]:
+    """For `framework env`: of each library what it is and where, or why there is none, and the mode."""
+    rows: dict[str, str] = {"kernels": _mode}
+    for name in ("cpu", "cuda"):
+        library = _load(name)
+        rows[f"kernels_{name}"] = library if isinstance(library, str) else f"{library.description} ({library.path})"
+    return rows
+
+
+@contextlib.contextmanager
+def substitute(device_type: str, library: Library) -> Iterator[None]:
+    """For tests: use `library` for tensors on `device_type`."""
+    before = _substitutes.get(device_type)
+    _substitutes[device_type] = library
+    try:
+        yield
+    finally:
+        if before is None:
+            del _substitutes[device_type]
+        else:
+            _substitutes[device_type] = before
+
+
+def candidates(name: str) -> list[Path]:
+    """Every file that could be the library, the one to take first."""
+    file_name = f"libframework_{name}.{'dylib' if sys.platform == 'darwin' else 'so'}"
+    if chosen := os.environ.get("FRAMEWORK_KERNELS_DIR"):
+        return [path for path in [Path(chosen) / file_name] if path.is_file()]
+    import framework.kernels
+
+    # In an editable install the package has two folders: the checkout, and the one among the installed packages where the libraries are.
+    folders = [Path(folder) / "lib" for folder in framework.kernels.__path__]
+    checkout = Path(__file__).parents[2]
+    if (checkout / "csrc" / "CMakeLists.txt").is_file():
+        folders += sorted((checkout / "build").glob("*"))
+    found = {(folder / file_name).resolve() for folder in folders if (folder / file_name).is_file()}
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _load(name: str) -> Library | str:
+    if name not in _loaded:
+        _loaded[name] = _try_to_load(name)
+    return _loaded[name]
+
+
+def _try_to_load(name: str) -> Library | str:
+    if name not in ("cpu", "cuda"):
+        return f"there are kernels for cpu and cuda only, not for {name}"
+    paths = candidates(name)
+    if not paths:
+        where = os.environ.get("FRAMEWORK_KERNELS_DIR")
+        return f"no libframework_{name} was found" + (f" in FRAMEWORK_KERNELS_DIR={where}" if where else " (it was not built)")
+    try:
+        return Library(name, paths[0])
+    except (OSError, KernelError) as error:
+        return f"{paths[0]} cannot be used: {error}"
+
+
+def _one_device(function: str, given: dict[str, Tensor]) -> str:
+    devices = {tensor.device for tensor in given.values()}
+    if len(devices) != 1:
+        raise KernelError(f"{function}: got {', '.join(f'{name} on {t.device}' for name, t in given.items())}, expected one device.")
+    return devices.pop().type
+
+
+def _why_not(function: str, library: Library | str, given: dict[str, Tensor]) -> str | None:
+    if isinstance(library, str):
+        return library
+    if not library.has(function):
+        return f"{library.path} does not have it"
+    for name, tensor in given.items():
+        if tensor.is_floating_point() and tensor.dtype not in DTYPE_CODES:
+            return f"{name} is {tensor.dtype}, and the kernels know {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
+    return None

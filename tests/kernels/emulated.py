@@ -53,7 +53,7 @@ def build(variant: str) -> Path:
     inputs += [HERE / "every_kernel.cpp", HERE / "planted_faults.cu", Path(__file__)]
     digest = hashlib.sha256(compiler().encode() + b"".join(path.name.encode() + path.read_bytes() for path in inputs)).hexdigest()[:16]
     folder = ROOT / "build" / "emulated" / f"{variant}-{digest}"
-    target = folder / ("every_kernel" if is_program else "libframework_cuda.so")
+    target = folder / ("every_kernel" if is_program else "libframework_emulated.so")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two sessions may start at once

@@ -140,6 +140,7 @@ int main(int count, char** arguments) {
     return found != 0;
   }
   for (int offset : {0, 1}) {
+    if (kFewBlocks && offset) break;  // the scalar paths meet at the same barriers
     const int dtype = offset ? FW_F32 : FW_BF16;
     optimizers(dtype, offset);
     flat(dtype, offset);

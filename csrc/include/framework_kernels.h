@@ -7,7 +7,8 @@
  *   - The result is 0, FW_INVALID for arguments that the function refuses, or a cudaError_t. A refused call has written nothing.
  *   - Pointers are memory of the library's device, except what is marked "host memory". Tensors are contiguous. Starts need the alignment of
  *     their element only. Inputs and outputs do not overlap, unless it says that they may.
- *   - Sizes and offsets are elements in int64_t. A size of 0 is a valid call that does nothing (fw_square_sum still writes its 0).
+ *   - Sizes and offsets are elements in int64_t. A size of 0 is a valid call that does nothing, whatever the pointers
+ *     (fw_square_sum still writes its 0).
  *   - Nothing allocates, keeps a pointer, or waits for the device.
  *   - Arithmetic is fp32 whatever the dtype of the tensors, unless it says otherwise. Rounding to bf16 and fp16 is to nearest even. The
  *     functions with sums of many elements or exponentials state their error.

@@ -33,12 +33,10 @@ def adamw_(
     master, exp_avg, exp_avg_sq: [n] fp32; grad: [n] fp32, bf16 or fp16. grad_factor: one fp32 element that every gradient is multiplied by
     first; if it is not finite nothing changes. master=None with remainder [n] int16: the master is copies.data and it (`split_master`).
     """
-    check(master, remainder, copies, grad.numel(), ranges)
-    library = library_for(
-        "fw_adamw",
-        **{"master": master, "remainder": remainder, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad, "grad_factor": grad_factor},
-        **named_tensors(copies),
-    )
+    check(master, remainder, (exp_avg, exp_avg_sq), grad, copies, ranges)
+    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    named = {"master": master, "remainder": remainder, **states, "grad": grad, "grad_factor": grad_factor}
+    library = library_for("fw_adamw", **named, **named_tensors(copies))
     if library is None:
         adamw_reference_(
             *(master, exp_avg, exp_avg_sq, grad, ranges),
@@ -68,7 +66,7 @@ def adamw_reference_(
     remainder: Tensor | None = None,
 ) -> None:
     """`adamw_` in plain torch."""
-    check(master, remainder, copies, grad.numel(), ranges)
+    check(master, remainder, (exp_avg, exp_avg_sq), grad, copies, ranges)
 
     def update(one: ShardRange, p: Tensor, g: Tensor, states: list[Tensor]) -> Tensor:
         m, v = states

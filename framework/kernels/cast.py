@@ -1,4 +1,4 @@
-"""Copying between fp32, bf16 and fp16: `Tensor.copy_` with more threads' worth of bandwidth, because large results are written past the cache.
+"""Copying between fp32, bf16 and fp16. Large results are written past the cache, which saves reading them first.
 
 Tolerance: bit for bit the reference's, but for the payload of NaN.
 """

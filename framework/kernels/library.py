@@ -7,9 +7,9 @@
 - `reference`: always plain torch, to compare with or to rule the kernels out.
 - `compiled`: always the compiled function; a `KernelError` says why where that cannot be.
 
-Unusual: a library is an ordinary file loaded with ctypes at the first call that wants it, and a missing one is no error. It is looked for in
-$FRAMEWORK_KERNELS_DIR if that is set, else in the installed package (`framework/kernels/lib/`) and, in a checkout, in `build/*/`; the one
-built last is taken.
+Unusual: a library is an ordinary file loaded with ctypes at the first call that wants it, and a missing one is no error. It is looked for
+in $FRAMEWORK_KERNELS_DIR if that is set, else in the installed package (`framework/kernels/lib/`) and, in a checkout, in `build/*/`; the
+one built last is taken.
 """
 
 from __future__ import annotations
@@ -116,17 +116,16 @@ def mode() -> Mode:
 def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) -> Library | None:
     """The library that has `function` for these tensors, or None for the reference.
 
-    Tensors are checked whatever the mode, so that what works with the references works with the libraries: KernelError if they are on different
-    devices or not contiguous. What is given by name is called so in the message. None stands for an argument that was left out.
+    Tensors are checked whatever the mode, so that what works with the references works with the libraries: KernelError if they are on
+    different devices or not contiguous. What is given by name is called so in the message. None stands for an argument that was left out.
     """
     given = {f"tensor {position}": tensor for position, tensor in enumerate(tensors, 1)} | named
     given = {name: tensor for name, tensor in given.items() if tensor is not None}
     device = _one_device(function, given)
     for name, tensor in given.items():
         if not tensor.is_contiguous():
-            raise KernelError(
-                f"{function}: {name} is not contiguous (shape {list(tensor.shape)}, strides {list(tensor.stride())}). Pass {name}.contiguous()."
-            )
+            shape, strides = list(tensor.shape), list(tensor.stride())
+            raise KernelError(f"{function}: {name} is not contiguous (shape {shape}, strides {strides}). Pass {name}.contiguous().")
     if _mode == "reference" or device == "meta":
         return None
     library = _substitutes.get(device) or _load(device)

@@ -27,7 +27,7 @@ def lion_(
     remainder: Tensor | None = None,
 ) -> None:
     """One step on the elements of `ranges`, in place; arguments as for `adamw_`."""
-    check(master, remainder, copies, grad.numel(), ranges)
+    check(master, remainder, (exp_avg,), grad, copies, ranges)
     named = {"master": master, "remainder": remainder, "exp_avg": exp_avg, "grad": grad, "grad_factor": grad_factor}
     library = library_for("fw_lion", **named, **named_tensors(copies))
     if library is None:
@@ -54,7 +54,7 @@ def lion_reference_(
     remainder: Tensor | None = None,
 ) -> None:
     """`lion_` in plain torch."""
-    check(master, remainder, copies, grad.numel(), ranges)
+    check(master, remainder, (exp_avg,), grad, copies, ranges)
 
     def update(one: ShardRange, p: Tensor, g: Tensor, states: list[Tensor]) -> Tensor:
         (m,) = states

@@ -1,7 +1,7 @@
-"""NF4, the 4-bit format of QLoRA (arXiv:2305.14314): sixteen quantiles of a normal distribution, scaled by the largest magnitude of each block.
+"""NF4, the 4-bit format of QLoRA (arXiv:2305.14314): sixteen quantiles of a normal distribution, scaled by a block's largest magnitude.
 
-Packed as bitsandbytes does, so that its checkpoints can be read: element 2i in the HIGH nibble of byte i (the int4 of `quantize.py` has it in the
-low one). Quantising is done once, when weights are loaded, and in plain torch; dequantising is done in every forward.
+Packed as bitsandbytes does, so that its checkpoints can be read: element 2i in the HIGH nibble of byte i (the int4 of `quantize.py` has it
+in the low one). Quantising is done once, when weights are loaded, and in plain torch; dequantising is done in every forward.
 
 Tolerance: the compiled result is the reference's bit for bit.
 """
@@ -34,7 +34,9 @@ def nf4_quantize(x: Tensor, *, block: int = 64) -> tuple[Tensor, Tensor]:
     return (pairs[:, 0] << 4) | pairs[:, 1], absmax
 
 
-def nf4_dequantize(q: Tensor, absmax: Tensor, numel: int, *, block: int = 64, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+def nf4_dequantize(
+    q: Tensor, absmax: Tensor, numel: int, *, block: int = 64, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
     """[numel] in `dtype` (or `out`, of any shape): table[nibble] * absmax[i // block], rounded once."""
     _check_block(block)
     if (q.numel(), absmax.numel()) != ((numel + 1) // 2, -(-numel // block)):

@@ -5,8 +5,8 @@ A tensor is taken as flat; every `block` elements (the last block may be shorter
 
 Error feedback (1-bit Adam, arXiv:2102.02888): `error` [n] fp32 is added before, and what rounding left over is kept in it.
 
-Unusual: a block with a NaN or an infinity gets scale NaN and zeros, so that NaN comes out of it at the other end, and its error stays as it was. A
-block whose scale would be an fp32 denormal counts as zero.
+Unusual: a block with a NaN or an infinity gets scale NaN and zeros, so that NaN comes out of it at the other end, and its error stays as
+it was. A block whose scale would be an fp32 denormal counts as zero.
 
 Tolerance, compiled against reference: q and scales without error feedback bit for bit; sums and residuals within 1 ulp of their largest
 term (a product and a sum are rounded once where the reference rounds twice), so that q may differ by 1 where a sum lies between two.
@@ -166,4 +166,5 @@ def _check_format(bits: int, block: int) -> None:
 def _check_quantized(n_bytes: int, n_scales: int, numel: int, bits: int, block: int) -> None:
     wanted = quantized_bytes(numel, bits), -(-numel // block)
     if (n_bytes, n_scales) != wanted:
-        raise KernelError(f"got {n_bytes} quantised bytes and {n_scales} scales, expected {wanted[0]} and {wanted[1]} for {numel} elements.")
+        found = f"{n_bytes} quantised bytes and {n_scales} scales"
+        raise KernelError(f"got {found} for {numel} elements, expected {wanted[0]} and {wanted[1]}.")

@@ -1,6 +1,7 @@
 """SGD with momentum on a flat shard in one pass, as torch.optim.SGD: weight decay is added to the gradient.
 
-Tolerance, against fp64 from the same state: momentum_buffer within 3 ulp of its largest term, master within 3 ulp of the largest of itself and its change.
+Tolerance, against fp64 from the same state: momentum_buffer within 3 ulp of its largest term, master within 3 ulp of the largest of itself
+and its change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def sgd_(
     remainder: Tensor | None = None,
 ) -> None:
     """One step on the elements of `ranges`, in place; arguments as for `adamw_`. first_step: the buffer is filled and not read."""
-    check(master, remainder, copies, grad.numel(), ranges)
+    states = () if momentum_buffer is None else (momentum_buffer,)
+    check(master, remainder, states, grad, copies, ranges)
     _check_momentum(momentum, momentum_buffer)
     named = {"master": master, "remainder": remainder, "momentum_buffer": momentum_buffer, "grad": grad, "grad_factor": grad_factor}
     library = library_for("fw_sgd", **named, **named_tensors(copies))
@@ -44,7 +46,8 @@ def sgd_(
     library.call(
         "fw_sgd",
         *(address(master), address(remainder), address(momentum_buffer), grad.data_ptr(), dtype_code(grad.dtype)),
-        *(arguments.copies, arguments.ranges, len(ranges), momentum, dampening, nesterov, first_step, address(grad_factor), stream_of(grad)),
+        *(arguments.copies, arguments.ranges, len(ranges), momentum, dampening, nesterov, first_step),
+        *(address(grad_factor), stream_of(grad)),
     )
 
 
@@ -64,7 +67,8 @@ def sgd_reference_(
     remainder: Tensor | None = None,
 ) -> None:
     """`sgd_` in plain torch."""
-    check(master, remainder, copies, grad.numel(), ranges)
+    states = () if momentum_buffer is None else (momentum_buffer,)
+    check(master, remainder, states, grad, copies, ranges)
     _check_momentum(momentum, momentum_buffer)
 
     def update(one: ShardRange, p: Tensor, g: Tensor, states: list[Tensor]) -> Tensor:
@@ -78,7 +82,6 @@ def sgd_reference_(
             g = g.add(buffer, alpha=momentum) if nesterov else buffer
         return p.sub(g, alpha=one.lr)
 
-    states = () if momentum_buffer is None else (momentum_buffer,)
     reference_step(
         update,
         **{"master": master, "remainder": remainder, "states": states, "grad": grad, "ranges": ranges, "copies": copies},

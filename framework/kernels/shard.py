@@ -1,8 +1,8 @@
-"""What the optimizers have in common: ranges of a flat shard with settings of their own, the copies that are written besides, and the master that
-is kept as a bf16 copy and 16 more bits.
+"""What the optimizers have in common: ranges of a flat shard with settings of their own, the copies that are written besides, and the
+master that is kept as a bf16 copy and 16 more bits.
 
-The optimizers (`adamw.py`, `lion.py`, `sgd.py`) change flat tensors in place, without autograd: they neither record a graph nor raise version
-counters. `reference_step` is their plain-torch loop over ranges, `Arguments` what the compiled functions are called with.
+The optimizers (`adamw.py`, `lion.py`, `sgd.py`) change flat tensors in place, without autograd: they neither record a graph nor raise
+version counters. `reference_step` is their plain-torch loop over ranges, `Arguments` what the compiled functions are called with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.kernels.library import KernelError, dtype_code
-from framework.kernels.quantize import quantize_reference
+from framework.kernels.quantize import quantize_reference, quantized_bytes
 from framework.kernels.signatures import Copies, Range
 
 LARGEST_FUSED_BLOCK = 4096
@@ -51,8 +51,8 @@ def adam_range(start: int, stop: int, *, lr: float, weight_decay: float, step: i
 class ShardCopies:
     """What an optimizer writes besides the master.
 
-    `data`: the copy in the compute dtype, elements of the ranges only. `quantized`, `scales`: the block-quantised copy (`quantize.py`), every
-    block that holds an element of a range; elements from the last range's stop on count as zero.
+    `data`: the copy in the compute dtype, elements of the ranges only. `quantized`, `scales`: the block-quantised copy (`quantize.py`),
+    every block that holds an element of a range; elements from the last range's stop on count as zero.
     """
 
     data: Tensor | None = None
@@ -79,18 +79,33 @@ def join_master(copy: Tensor, remainder: Tensor) -> Tensor:
 
 
 # ---- both ways
-def check(master: Tensor | None, remainder: Tensor | None, copies: ShardCopies | None, numel: int, ranges: Sequence[ShardRange]) -> None:
+def check(
+    master: Tensor | None,
+    remainder: Tensor | None,
+    states: Sequence[Tensor],
+    grad: Tensor,
+    copies: ShardCopies | None,
+    ranges: Sequence[ShardRange],
+) -> None:
     """Raises KernelError for what neither the compiled function nor the reference can do."""
+    numel = grad.numel()
     if (master is None) == (remainder is None):
         raise KernelError("got both master and remainder or neither, expected one: the fp32 master, or the low 16 bits of its bf16 copy.")
     if remainder is not None and (copies is None or copies.data is None or copies.data.dtype != torch.bfloat16):
         raise KernelError("a master kept as remainder needs copies.data, the bf16 copy that has its high 16 bits.")
     if remainder is not None and remainder.dtype != torch.int16:
         raise KernelError(f"remainder is {remainder.dtype}, expected torch.int16.")
+    precise = torch.float32 if master is None else master.dtype
+    if precise not in (torch.float32, torch.float64) or any(state.dtype != precise for state in states):
+        found = ", ".join(str(tensor.dtype) for tensor in (master, *states) if tensor is not None)
+        raise KernelError(f"got master and state in {found}, expected all in torch.float32 or all in torch.float64.")
+    whole = [tensor for tensor in (master, remainder, *states, None if copies is None else copies.data) if tensor is not None]
+    if any(tensor.numel() != numel for tensor in whole):
+        raise KernelError(f"got tensors of {[tensor.numel() for tensor in whole]} elements and a gradient of {numel}, expected the same.")
     last = 0
     for one in ranges:
         if not last <= one.start <= one.stop <= numel:
-            raise KernelError(f"range [{one.start}, {one.stop}) of a shard of {numel}: ranges ascend, do not overlap and lie within the shard.")
+            raise KernelError(f"range [{one.start}, {one.stop}) of a shard of {numel}: ranges ascend, do not overlap and lie within it.")
         last = one.stop
     if copies is not None and copies.quantized is not None:
         if copies.scales is None:
@@ -100,6 +115,9 @@ def check(master: Tensor | None, remainder: Tensor | None, copies: ShardCopies |
                 f"got bits={copies.bits}, block={copies.block}, expected 8 or 4 bits and a block of 1 to {LARGEST_FUSED_BLOCK} elements, "
                 "an even number for 4 bits."
             )
+        n_bytes, n_scales = quantized_bytes(last, copies.bits), -(-last // copies.block)
+        if copies.quantized.element_size() != 1 or copies.quantized.numel() < n_bytes or copies.scales.numel() < n_scales:
+            raise KernelError(f"copies.quantized and copies.scales are too small: expected {n_bytes} bytes and {n_scales} scales.")
 
 
 def named_tensors(copies: ShardCopies | None) -> dict[str, Tensor | None]:
@@ -137,8 +155,9 @@ def reference_step(
     copies: ShardCopies | None,
     grad_factor: Tensor | None,
 ) -> None:
-    """`update(range, p, g, states)` returns the new parameters and changes its states, all fp32 and of one range. A factor that is not finite
-    leaves everything as it was; nothing waits for the device.
+    """`update(range, p, g, states)` returns the new parameters and changes its states, all of one range and in the master's dtype.
+
+    A factor that is not finite leaves everything as it was; nothing waits for the device.
     """
     goes_on = None if grad_factor is None else torch.isfinite(grad_factor)
 
@@ -148,7 +167,7 @@ def reference_step(
     for one in ranges:
         at = slice(one.start, one.stop)
         p = join_master(copies.data[at], remainder[at]) if master is None else master[at].clone()
-        g = grad[at].float() if grad_factor is None else grad[at].float() * grad_factor
+        g = grad[at].to(p.dtype) if grad_factor is None else grad[at].to(p.dtype) * grad_factor
         new_states = [state[at].clone() for state in states]
         p = update(one, p, g, new_states)
         for state, new_state in zip(states, new_states, strict=True):
@@ -165,7 +184,9 @@ def reference_step(
         _quantize_touched(master, remainder, copies, ranges, put)
 
 
-def _quantize_touched(master: Tensor | None, remainder: Tensor | None, copies: ShardCopies, ranges: Sequence[ShardRange], put: Callable) -> None:
+def _quantize_touched(
+    master: Tensor | None, remainder: Tensor | None, copies: ShardCopies, ranges: Sequence[ShardRange], put: Callable
+) -> None:
     stop = ranges[-1].stop
     whole = master[:stop] if master is not None else join_master(copies.data[:stop], remainder[:stop])
     q, scales = quantize_reference(whole, bits=copies.bits, block=copies.block)

@@ -2,7 +2,8 @@
 
 torch.linalg.vector_norm adds up in the tensor's own precision on the CPU, and is off by half a percent at 64M fp32 elements.
 
-Tolerance: 1e-12 relative, for the compiled function and the reference; no overflow. The compiled result is the same bits for any number of threads.
+Tolerance: 1e-12 relative, for the compiled function and the reference; no overflow. The compiled result is the same bits for any number of
+threads.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from framework.kernels.library import library_for, stream_of
-from framework.kernels.library import dtype_code as code_of
+from framework.kernels.library import dtype_code, library_for, stream_of
 
 SCRATCH_NUMEL = 2048
 """FW_SQUARE_SUM_SCRATCH: doubles."""
@@ -29,7 +29,7 @@ def square_sum(x: Tensor, *, out: Tensor | None = None, scratch: Tensor | None =
     if scratch is None and library.name != "cpu":
         scratch = torch.empty(SCRATCH_NUMEL, dtype=torch.float64, device=x.device)
     at, numel = (None, 0) if scratch is None else (scratch.data_ptr(), scratch.numel())
-    library.call("fw_square_sum", x.data_ptr(), code_of(x.dtype), x.numel(), out.data_ptr(), at, numel, stream_of(x))
+    library.call("fw_square_sum", x.data_ptr(), dtype_code(x.dtype), x.numel(), out.data_ptr(), at, numel, stream_of(x))
     return out
 
 

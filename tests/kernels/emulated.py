@@ -5,6 +5,7 @@ A build is kept under `build/emulated/` by the hash of everything that goes into
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -72,6 +73,18 @@ def build(variant: str) -> Path:
             Path(made).unlink()
         (folder / "partial").rename(target)
     return target
+
+
+def schedule(library: Path, order: str, seed: int = 1) -> None:
+    """In which order the emulator runs blocks and threads from now on: forwards, backwards or random."""
+    ctypes.CDLL(str(library)).fw_emulator_schedule(("forwards", "backwards", "random").index(order), ctypes.c_uint(seed))
+
+
+def report(library: Path) -> str:
+    """What the emulator found wrong with the last launch that failed."""
+    function = ctypes.CDLL(str(library)).fw_emulator_report
+    function.restype = ctypes.c_char_p
+    return function().decode()
 
 
 def _compile(source: Path, flags: list[str], folder: Path) -> str:

@@ -22,6 +22,12 @@ bool ascending(const fw_range* ranges, int64_t n_ranges) {
     return true;
 }
 
+bool is_empty(const fw_range* ranges, int64_t n_ranges) {
+    for (int64_t r = 0; r < n_ranges; ++r)
+        if (ranges[r].start != ranges[r].stop) return false;
+    return n_ranges >= 0;
+}
+
 bool wants_quantized(const fw_copies* copies) { return copies && copies->quantized; }
 
 bool valid(const Shard& shard, const fw_copies* copies, const fw_range* ranges, int64_t n_ranges) {
@@ -100,6 +106,7 @@ extern "C" {
 
 int fw_adamw(float* master, uint16_t* remainder, float* exp_avg, float* exp_avg_sq, const void* grad, int grad_dtype, const fw_copies* copies,
              const fw_range* ranges, int64_t n_ranges, double beta1, double beta2, double eps, const float* grad_factor, void*) {
+    if (is_empty(ranges, n_ranges)) return 0;
     const Shard shard = shard_of(master, remainder, exp_avg, exp_avg_sq, grad, grad_dtype, copies, ranges, n_ranges);
     if (!valid(shard, copies, ranges, n_ranges)) return FW_INVALID;
     const float factor = grad_factor ? *grad_factor : 1.f;
@@ -121,6 +128,7 @@ int fw_adamw(float* master, uint16_t* remainder, float* exp_avg, float* exp_avg_
 
 int fw_lion(float* master, uint16_t* remainder, float* exp_avg, const void* grad, int grad_dtype, const fw_copies* copies,
             const fw_range* ranges, int64_t n_ranges, double beta1, double beta2, const float* grad_factor, void*) {
+    if (is_empty(ranges, n_ranges)) return 0;
     const Shard shard = shard_of(master, remainder, exp_avg, nullptr, grad, grad_dtype, copies, ranges, n_ranges);
     if (!valid(shard, copies, ranges, n_ranges)) return FW_INVALID;
     const float factor = grad_factor ? *grad_factor : 1.f;
@@ -142,6 +150,7 @@ int fw_lion(float* master, uint16_t* remainder, float* exp_avg, const void* grad
 int fw_sgd(float* master, uint16_t* remainder, float* momentum_buffer, const void* grad, int grad_dtype, const fw_copies* copies,
            const fw_range* ranges, int64_t n_ranges, double momentum, double dampening, int nesterov, int first_step, const float* grad_factor,
            void*) {
+    if (is_empty(ranges, n_ranges)) return 0;
     const Shard shard = shard_of(master, remainder, momentum_buffer, nullptr, grad, grad_dtype, copies, ranges, n_ranges);
     if (!valid(shard, copies, ranges, n_ranges) || (!momentum_buffer && momentum != 0)) return FW_INVALID;
     const float factor = grad_factor ? *grad_factor : 1.f;

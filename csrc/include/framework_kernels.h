@@ -7,7 +7,8 @@
  *   - The result is 0, FW_INVALID for arguments that the function refuses, or a cudaError_t. A refused call has written nothing.
  *   - Pointers are memory of the library's device, except what is marked "host memory". Tensors are contiguous. Starts need the alignment of
  *     their element only. Inputs and outputs do not overlap, unless it says that they may.
- *   - Sizes and offsets are elements in int64_t. A size of 0 is a valid call that does nothing (fw_square_sum still writes its 0).
+ *   - Sizes and offsets are elements in int64_t. A size of 0 is a valid call that does nothing, whatever the pointers
+ *     (fw_square_sum still writes its 0).
  *   - Nothing allocates, keeps a pointer, or waits for the device.
  *   - Arithmetic is fp32 whatever the dtype of the tensors, unless it says otherwise. Rounding to bf16 and fp16 is to nearest even. The
  *     functions with sums of many elements or exponentials state their error.
@@ -176,6 +177,34 @@ FW_API int fw_swiglu_backward(const void* dy, const void* gate, const void* up, 
  * read. A row with label -100 has loss 0 and gradient 0. Other labels outside [0, vocab) have loss NaN and gradient NaN. */
 FW_API int fw_cross_entropy(void* logits, const int64_t* labels, float* loss, int64_t rows, int64_t vocab, int64_t row_stride,
                             float grad_factor, int with_grad, int dtype, void* stream);
+
+/* Tokens of one chunk of fw_embedding_backward. */
+#define FW_EMBEDDING_CHUNK 64
+
+/* CUDA only. Rows of the gradient of an embedding: dweight[id] = sum of dy[t] over the tokens t with that id, in their order. sorted_ids and
+ * order are a stable sort of the tokens' ids: [tokens]; dy: [tokens, cols]; dweight: [vocab, cols], of which only rows with a token are
+ * written. Ids equal to padding_index or outside [0, vocab) are left out. partial: [ceil(tokens / FW_EMBEDDING_CHUNK), 2, cols] fp32. */
+FW_API int fw_embedding_backward(const void* dy, const int64_t* sorted_ids, const int64_t* order, void* dweight, float* partial,
+                                 int64_t tokens, int64_t cols, int64_t vocab, int64_t padding_index, int dtype, void* stream);
+
+/* CUDA only. y = x where |x| is among the k largest of its row (1 <= k <= cols; of equal ones those with the lower index), else 0. NaN counts
+ * as largest. x, y: [rows, cols]; y may be x. */
+FW_API int fw_top_k(const void* x, void* y, int64_t rows, int64_t cols, int64_t k, int dtype, void* stream);
+
+/* CUDA only. Attention in which each block of queries sees some blocks of keys, the same for all heads. q, out: [batch, heads, tokens,
+ * head_dim]; k, v: [batch, kv_heads, tokens, head_dim], kv_heads divides heads; head_dim <= 128 and a multiple of 8; block a multiple of 32.
+ * Block i of queries sees the blocks columns[offsets[i]] ... columns[offsets[i + 1] - 1] of keys, ascending; causal: and in them only keys
+ * up to the query. log_sum_exp: [batch, heads, tokens] of scale * q k; a query that sees nothing has output 0. */
+FW_API int fw_sparse_attention_forward(const void* q, const void* k, const void* v, const int32_t* offsets, const int32_t* columns, void* out,
+                                       float* log_sum_exp, int64_t batch, int64_t heads, int64_t kv_heads, int64_t tokens, int64_t head_dim,
+                                       int64_t block, float scale, int causal, int dtype, void* stream);
+
+/* CUDA only. transposed_*: which blocks of queries see each block of keys. delta: [batch, heads, tokens] fp32 scratch. */
+FW_API int fw_sparse_attention_backward(const void* dout, const void* q, const void* k, const void* v, const void* out,
+                                        const float* log_sum_exp, const int32_t* offsets, const int32_t* columns,
+                                        const int32_t* transposed_offsets, const int32_t* transposed_columns, void* dq, void* dk, void* dv,
+                                        float* delta, int64_t batch, int64_t heads, int64_t kv_heads, int64_t tokens, int64_t head_dim,
+                                        int64_t block, float scale, int causal, int dtype, void* stream);
 
 #ifdef __cplusplus
 }

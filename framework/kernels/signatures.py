@@ -38,6 +38,10 @@ SIGNATURES = {
     "fw_swiglu_forward": "pppqip",
     "fw_swiglu_backward": "pppppqip",
     "fw_cross_entropy": "pppqqqfiip",
+    "fw_embedding_backward": "pppppqqqqip",
+    "fw_top_k": "ppqqqip",
+    "fw_sparse_attention_forward": "ppppppp" + "qqqqqq" + "fiip",
+    "fw_sparse_attention_backward": "pppppppp" + "pppppp" + "qqqqqq" + "fiip",
 }
 
 

@@ -2,7 +2,7 @@
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward (arXiv:2302.13971). Modules and parameters
 carry the names of Hugging Face, so weights need no name mapping; `architecture.py` has the rules of each family, `rope.py` positions,
-`loss.py` the loss.
+`framework.kernels.linear_cross_entropy` the loss.
 
 Unusual, and relied on by the ZeRO engine: a block's parameters are read inside that block's forward only, the embedding, the final
 norm and `lm_head` inside `Llama.forward` only, and nothing derived from a parameter is kept between calls.
@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from framework.config.errors import UserError
 from framework.config.schema import LlamaConfig
+from framework.kernels.linear_cross_entropy import linear_cross_entropy
 from framework.models.architecture import check_architecture, head_dim, kv_heads
-from framework.models.loss import cross_entropy_sum
 from framework.models.rope import rotary_tables, rotate
 
 IGNORED_LABEL = -100
@@ -71,7 +71,7 @@ class Llama(nn.Module):
             return self.lm_head(self.model.norm(hidden))
         trained = trained_positions(labels, trained_tokens)
         hidden = self.model.norm(hidden.flatten(0, 1)[trained])  # [trained tokens, hidden_size]
-        return cross_entropy_sum(hidden, self.lm_head.weight, labels.flatten()[trained])
+        return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten()[trained])
 
 
 def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, built from the sources at hand, for every test in this folder.
+"""The compiled kernels, built from the sources at hand, for every test in this folder: those for the CPU, and the CUDA kernels emulated on it.
 
 The build folder is one of the checkout and kept, so that only the first session compiles (half a minute). Without a compiler the references
 are tested alone.
@@ -11,9 +11,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import framework.kernels.library as kernels
 from framework.kernels.library import Library
+from tests.kernels.emulated import build as build_emulated
 
 ROOT = Path(__file__).parents[2]
 ISAS = ("baseline", "avx2", "avx512")
@@ -53,4 +55,46 @@ def reference_only():
     """Plain torch, for tests of the references themselves."""
     kernels.choose("reference")
     yield
+    kernels.choose("auto")
+
+
+@pytest.fixture(scope="session")
+def emulated_library() -> Library:
+    """The CUDA library built for the CPU over csrc/emulator."""
+    return Library("emulated", build_emulated("plain"))
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def device(request) -> torch.device:
+    """The CUDA kernels required: emulated on CPU tensors, and for real where there is a GPU."""
+    if request.param == "cuda":
+        yield from _on_cuda()
+    else:
+        yield from _on_cpu(request.getfixturevalue("emulated_library"))
+
+
+@pytest.fixture(params=["emulated", "cpu", "cuda"])
+def layer_device(request) -> torch.device:
+    """As `device`, and the CPU library where it has the module's FUNCTION."""
+    if request.param == "cuda":
+        yield from _on_cuda()
+        return
+    library = request.getfixturevalue(f"{request.param}_library")
+    if not library.has(request.module.FUNCTION):
+        pytest.skip(f"the CPU library leaves {request.module.FUNCTION} to plain torch")
+    yield from _on_cpu(library)
+
+
+def _on_cpu(library: Library):
+    with kernels.substitute("cpu", library):
+        kernels.choose("compiled")
+        yield torch.device("cpu")
+        kernels.choose("auto")
+
+
+def _on_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    kernels.choose("compiled")  # says so if the CUDA library was not built
+    yield torch.device("cuda")
     kernels.choose("auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.models.loss import cross_entropy_sum, reference_cross_entropy_sum
+from framework.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 
 def inputs(dtype: torch.dtype, tokens: int = 23, width: int = 12, vocabulary: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,8 +19,8 @@ def inputs(dtype: torch.dtype, tokens: int = 23, width: int = 12, vocabulary: in
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_loss_and_gradients_equal_the_reference(dtype: torch.dtype, tolerance: float, chunk_tokens: int):
     hidden, weight, labels = inputs(dtype)
-    expected = reference_cross_entropy_sum(hidden, weight, labels)
-    loss = cross_entropy_sum(hidden, weight, labels, chunk_logits=chunk_tokens * 50)
+    expected = linear_cross_entropy_reference(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_logits=chunk_tokens * 50)
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
     expected_grads = torch.autograd.grad(expected * 0.37, (hidden, weight))
     grads = torch.autograd.grad(loss * 0.37, (hidden, weight))
@@ -31,23 +31,23 @@ def test_loss_and_gradients_equal_the_reference(dtype: torch.dtype, tolerance: f
 
 def test_a_frozen_weight_and_a_frozen_input_get_no_gradient():
     hidden, weight, labels = inputs(torch.float64)
-    cross_entropy_sum(hidden, weight.detach(), labels).backward()
-    (expected,) = torch.autograd.grad(reference_cross_entropy_sum(hidden, weight, labels), hidden)
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
+    (expected,) = torch.autograd.grad(linear_cross_entropy_reference(hidden, weight, labels), hidden)
     torch.testing.assert_close(hidden.grad, expected)
-    cross_entropy_sum(hidden.detach(), weight, labels).backward()
+    linear_cross_entropy(hidden.detach(), weight, labels).backward()
     assert weight.grad is not None
 
 
 def test_no_tokens_give_zero_with_a_graph():
     hidden, weight, labels = inputs(torch.float32, tokens=0)
-    loss = cross_entropy_sum(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels)
     loss.backward()
     assert loss.item() == 0 and hidden.grad.shape == (0, 12) and not weight.grad.any()
 
 
 def test_a_second_backward_is_refused():
     hidden, weight, labels = inputs(torch.float32)
-    loss = cross_entropy_sum(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already backpropagated"):
         loss.backward()
@@ -67,5 +67,5 @@ def test_all_logits_are_never_held():
             return made
 
     with Watch():
-        cross_entropy_sum(hidden, weight, labels, chunk_logits=10_000).backward()
+        linear_cross_entropy(hidden, weight, labels, chunk_logits=10_000).backward()
     assert largest == 10_000

@@ -1,14 +1,17 @@
 """Cross-entropy of hidden states against a vocabulary matrix, without ever holding all logits.
 
 The logits of SmolLM2 are 85 times as large as the hidden states they come from (vocabulary 49152, width 576), so they are made and
-used chunk by chunk. Compare `reference_cross_entropy_sum`, the same in plain torch.
+used chunk by chunk. Compare `linear_cross_entropy_reference`, the same in plain torch.
 
 Unusual: the gradients are computed in the forward pass, while a chunk's logits are there, and only scaled in the backward pass. This
 saves the second matmul of a recomputation at no cost in memory: the loss is where a step's memory peaks either way. It also means that
 the backward pass does not read `weight`.
 
-Peak memory on top of the inputs: about 3 chunks of fp32 logits (3 x 128 MiB), the gradient of `weight` in fp32 with one product in the
-compute dtype beside it, and the gradient of `hidden`.
+Peak memory on top of the inputs: one chunk of logits in the compute dtype where the compiled softmax (`cross_entropy.py`) writes gradients over them,
+about 3 chunks in fp32 (3 x 128 MiB) elsewhere; the gradient of `weight` in fp32 with one product in the compute dtype beside it, and the
+gradient of `hidden`.
+
+Tolerance against fp64: that of the matmuls in the compute dtype; the softmax itself is exact to fp32 (`cross_entropy.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from framework.kernels.cross_entropy import cross_entropy_
+
 CHUNK_LOGITS = 2**25
 """Logits held at once: 682 tokens of a vocabulary of 49152."""
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label], 0-d, in fp32 (fp64 for fp64 inputs).
 
     `hidden` [N, width] and `weight` [vocabulary, width] in the compute dtype, `labels` [N] int64. N = 0 gives 0.0 with a graph.
@@ -30,7 +35,7 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_l
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_logits, torch.is_grad_enabled())
 
 
-def reference_cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The same with all logits in memory."""
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits.to(_loss_dtype(logits.dtype)), labels, reduction="sum")
@@ -48,19 +53,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=dtype) if with_grad and weight.requires_grad else None
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         chunk_tokens = max(1, chunk_logits // weight.shape[0])
+        labels = labels.contiguous()
         for start in range(0, hidden.shape[0], chunk_tokens):
-            rows, targets = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens, None]
-            log_probabilities = F.log_softmax(F.linear(rows, weight), dim=-1, dtype=dtype)  # [chunk, vocabulary]
-            loss -= log_probabilities.gather(1, targets).sum()
-            if hidden_grad is None and weight_grad is None:
-                continue
-            logits_grad = log_probabilities.exp_()  # softmax - one_hot
-            logits_grad.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dtype))
-            logits_grad = logits_grad.to(hidden.dtype)
+            rows, targets = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
+            logits = F.linear(rows, weight)  # [chunk, vocabulary]
+            loss += cross_entropy_(logits, targets, with_grad=hidden_grad is not None or weight_grad is not None).sum()
             if hidden_grad is not None:
-                torch.mm(logits_grad, weight, out=hidden_grad[start : start + chunk_tokens])
+                torch.mm(logits, weight, out=hidden_grad[start : start + chunk_tokens])  # the logits have become their gradient
             if weight_grad is not None:
-                weight_grad += logits_grad.T @ rows
+                weight_grad += logits.T @ rows
         ctx.grads = (hidden_grad, weight_grad)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         return loss

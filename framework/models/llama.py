@@ -1,8 +1,8 @@
 """One decoder for the Llama family: Llama 2/3, Mistral, Qwen2, Qwen3, SmolLM, by configuration.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward (arXiv:2302.13971). Modules and parameters
-carry the names of Hugging Face, so weights need no name mapping; `architecture.py` has the rules of each family, `rope.py` positions,
-`framework.kernels.linear_cross_entropy` the loss.
+carry the names of Hugging Face, so weights need no name mapping; `architecture.py` has the rules of each family, `rope.py` positions.
+Norms, rotations, SwiGLU and the loss are `framework.kernels`.
 
 Unusual, and relied on by the ZeRO engine: a block's parameters are read inside that block's forward only, the embedding, the final
 norm and `lm_head` inside `Llama.forward` only, and nothing derived from a parameter is kept between calls.
@@ -22,8 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from framework.config.errors import UserError
 from framework.config.schema import LlamaConfig
 from framework.kernels.linear_cross_entropy import linear_cross_entropy
+from framework.kernels.rms_norm import add_rms_norm, rms_norm
+from framework.kernels.rope import rope
+from framework.kernels.swiglu import swiglu
 from framework.models.architecture import check_architecture, head_dim, kv_heads
-from framework.models.rope import rotary_tables, rotate
+from framework.models.rope import rotary_tables
 
 IGNORED_LABEL = -100
 
@@ -114,7 +117,7 @@ class Decoder(nn.Module):
             position_ids = torch.arange(cached, length, device=x.device)
         elif self.config.rope_scaling is not None and self.config.rope_scaling.kind == "dynamic":
             length = int(position_ids.max()) + 1
-        cos, sin = rotary_tables(self.config, position_ids, length, x.dtype)
+        cos, sin = rotary_tables(self.config, position_ids, length)
         mask = attention_mask(cached, new, self.config.sliding_window, x.device)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.layers:
@@ -150,8 +153,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        normed, x = self.post_attention_layernorm(attended, x)
+        return x + self.mlp(normed)
 
 
 class Attention(nn.Module):
@@ -173,8 +177,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)  # [B, H, T, D]
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)  # [B, K, T, D]
+        q = rope(self.q_norm(self.q_proj(x).view(heads)), cos, sin).transpose(1, 2)  # [B, H, T, D]
+        k = rope(self.k_norm(self.k_proj(x).view(heads)), cos, sin).transpose(1, 2)  # [B, K, T, D]
         v = self.v_proj(x).view(heads).transpose(1, 2)  # [B, K, T, D]
         if cache is not None:
             k, v = cache.append(self.index, k, v)  # [B, K, S, D]
@@ -199,7 +203,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, hidden, bias=bias, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class RMSNorm(nn.Module):
@@ -214,8 +218,9 @@ class RMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of `x`; with `residual` that of the sum, and the sum."""
+        return rms_norm(x, self.weight, self.eps) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Linear):

@@ -1,11 +1,11 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings of the Llama family.
+"""Angles of rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings of the Llama family.
 
-`rotary_tables` makes cos and sin for a forward pass, `rotate` applies them to queries and keys. The tables are made anew in every
-forward (a few small kernels for the whole network, not per block): nothing is cached, so nothing has to be loaded, moved or freed.
+`rotary_tables` makes cos and sin for a forward pass; `framework.kernels.rope` applies them to queries and keys. They are made anew in
+every forward (a few small kernels for the whole network, not per block): nothing is cached, so nothing has to be loaded, moved or freed.
 
 Unusual: `dynamic` scaling depends on the length of the sequence at hand, so its tables differ between a short and a long batch.
 
-Shapes: B batch, H heads, T positions, D head_dim.
+Shapes: B batch, T positions, D head_dim.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ from framework.config.schema import LlamaConfig, RopeScaling
 from framework.models.architecture import head_dim
 
 
-def rotary_tables(config: LlamaConfig, positions: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` ([T] or [B, T] int64), each [..., 1, T, D] in `dtype`, computed in fp32.
+def rotary_tables(config: LlamaConfig, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin in fp32 for `positions` ([T] or [B, T] int64), each [..., T, D/2].
 
     `length` is the longest position + 1; only `dynamic` scaling looks at it.
     """
     inverse_frequencies, factor = inverse_frequencies_of(config, length, positions.device)
-    angles = positions[..., None].float() * inverse_frequencies  # [..., T, D/2]
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-3)  # [..., 1, T, D]
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of `x` [B, H, T, D] by its position's angle: the layout of Hugging Face weights."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    angles = positions[..., None].float() * inverse_frequencies
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def inverse_frequencies_of(config: LlamaConfig, length: int, device: torch.device | str) -> tuple[Tensor, float]:

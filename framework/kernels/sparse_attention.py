@@ -6,7 +6,8 @@ n-th block, Sparse Transformer, arXiv:1904.10509) and global (the first blocks a
 Only blocks in the pattern are computed and no score leaves the chip; scores, softmax and sums are fp32. No atomics: the same inputs give the same bits.
 For dense causal attention use torch's scaled_dot_product_attention, which has tensor-core kernels.
 
-Tolerance against fp64 on the same inputs: outputs and gradients within a unit in the last place of the dtype plus 1e-5 of the tensor's largest element.
+Tolerance against fp64 on the same inputs: output and gradient of v within a unit in the last place of the dtype plus 1e-5 of the tensor's largest element;
+gradients of q and k within 4 units of the largest element's last place, because the output enters them as it was rounded.
 
 Shapes: B batch, H query heads, K key/value heads (divides H), T tokens, D head_dim (at most 128, a multiple of 8; others use the reference).
 """

@@ -1,10 +1,11 @@
 """Rotary position embedding (arXiv:2104.09864) applied to queries or keys as projections leave them, [B, T, H, D].
 
-Pairs (i, i + D/2) of a head are turned by their position's angle: the layout of Hugging Face weights. Unlike `framework.models.rope.rotate`, which
-takes [B, H, T, D], this wants the head dimension after the tokens, before any transpose, and tables of half the width without repetition.
+Pairs (i, i + D/2) of a head are turned by their position's angle: the layout of Hugging Face weights. Unlike
+`framework.models.rope.rotate`, which takes [B, H, T, D], this wants the head dimension after the tokens, before any transpose, and tables
+of half the width without repetition.
 
-Tolerance against fp64 on the same inputs: half a unit in the last place of the dtype plus 3e-7 of the pair's length. The reference rounds cos, sin and each
-product to the dtype.
+Tolerance against fp64 on the same inputs: half a unit in the last place of the dtype plus 3e-7 of the pair's length. The reference rounds
+cos, sin and each product to the dtype.
 
 Shapes: B batch, T tokens, H heads, D head_dim (even).
 """

@@ -1,4 +1,4 @@
-"""Layers as operations of torch: registered rightly (`opcheck`), no break in a compiled graph, and the reference where there is no library."""
+"""Layers as operations of torch: registered rightly (`opcheck`), no break in a compiled graph, the reference where there is no library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every CUDA kernel on the emulator under the address, undefined-behaviour and thread sanitizers, and planted faults that each must find."""
+"""Every CUDA kernel on the emulator under the address, undefined-behaviour and thread sanitizers, and planted faults they must find."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -28,9 +29,15 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+CAN_COMPILE = shutil.which("cmake") and any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+CPU_LIBRARY = "framework/kernels/lib/libframework_cpu." + ("dylib" if sys.platform == "darwin" else "so")
+pytestmark = pytest.mark.timeout(900)  # the first test of a fresh checkout compiles the kernels
+
+
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
-    return subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    # The CUDA kernels have tests of their own and take minutes to compile.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CMAKE_ARGS": "-DFRAMEWORK_CUDA=OFF"} | environment
+    return subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def build(kind: str, source: Path, folder: Path) -> Path:
@@ -54,13 +61,25 @@ def sdist(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
     """The `bin` folder of an environment in which the wheel is installed."""
-    folder = tmp_path_factory.mktemp("installed")
+    return install(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def install(what: str | Path, folder: Path, *options: str, **environment: str) -> Path:
+    """The `bin` folder of a new environment in `folder` in which pip has installed `what`, without the network."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")  # packages only: .pth files in there are not read
-    done = run(folder / "bin/python", "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=folder)
+    pip = (folder / "bin/python", "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--force-reinstall")
+    done = run(*pip, *options, what, cwd=folder, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "bin"
+
+
+def kernels_in(folder: Path, cwd: Path, **environment: str) -> dict[str, str]:
+    """What `framework env` says of the kernels in the environment of that `bin` folder."""
+    done = run(folder / "framework", "env", "--json", cwd=cwd, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: value for name, value in json.loads(done.stdout).items() if name.startswith("kernels")}
 
 
 # ---- wheel and sdist
@@ -106,6 +125,76 @@ def test_the_installed_package_is_the_one_from_the_wheel(installed, tmp_path):
 def test_an_installed_framework_command_answers(installed, tmp_path):
     done = run(installed / "framework", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "train" in done.stdout and "check" in done.stdout, done.stdout + done.stderr
+
+
+# ---- compiled kernels
+needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="no CMake or no C++ compiler")
+
+
+@needs_compiler
+def test_the_wheel_holds_the_compiled_kernels_and_a_bare_environment_uses_them(wheel, installed, tmp_path):
+    assert CPU_LIBRARY in zipfile.ZipFile(wheel).namelist()
+    assert "any" not in wheel.name.split("-")[-1]
+    rows = kernels_in(installed, tmp_path)
+    assert rows["kernels_cpu"].startswith("cpu: ") and str(installed.parent) in rows["kernels_cpu"]
+
+
+@needs_compiler
+def test_installing_the_checkout_builds_the_kernels(tmp_path):
+    (tmp_path / "installed").mkdir()
+    rows = kernels_in(install(ROOT, tmp_path / "installed"), tmp_path)
+    assert rows["kernels_cpu"].startswith("cpu: ") and "site-packages" in rows["kernels_cpu"]
+
+
+@needs_compiler
+def test_an_editable_install_has_the_kernels_beside_the_checkouts_modules(tmp_path):
+    (tmp_path / "installed").mkdir()
+    bin_folder = install(ROOT, tmp_path / "installed", "-e")
+    done = run(bin_folder / "python", "-c", "import framework.kernels; print(framework.kernels.__file__)", cwd=tmp_path)
+    assert Path(done.stdout.strip()) == ROOT / "framework/kernels/__init__.py"
+    rows = kernels_in(bin_folder, tmp_path)
+    assert rows["kernels_cpu"].startswith("cpu: ")
+
+
+def source_copy(folder: Path) -> Path:
+    """What a build needs, without what others have built."""
+    for name in ("csrc", "framework", "conf", "recipes"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def test_without_a_compiler_the_build_says_so_and_goes_through(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for tool in ("cmake", "ninja", "make", "uname", "sh"):
+        if found := shutil.which(tool):
+            (tmp_path / "bin" / tool).symlink_to(found)
+    source = source_copy(tmp_path / "source")
+    code = f"import scikit_build_core.build as backend; print(backend.build_wheel({str(tmp_path)!r}))"
+    done = run(sys.executable, "-c", code, cwd=source, PATH=str(tmp_path / "bin"), CXX="", CC="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No C++ compiler was found" in " ".join(done.stderr.split()) or "kernels were not built" in done.stdout + done.stderr
+    names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
+    assert "framework/kernels/library.py" in names and not [name for name in names if name.startswith("framework/kernels/lib/")]
+
+
+@needs_compiler
+def test_sources_that_do_not_compile_do_not_stop_an_installation(tmp_path):
+    source = source_copy(tmp_path / "source")
+    (source / "csrc/cpu/isa.cpp").write_text("#error this compiler cannot do it\n")
+    wheel = build("wheel", source, tmp_path)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    (tmp_path / "installed").mkdir()
+    rows = kernels_in(install(wheel, tmp_path / "installed"), tmp_path)
+    assert rows["kernels_cpu"] == "no libframework_cpu was found (it was not built)"
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_does_not_stop_the_package(installed, tmp_path):
+    (tmp_path / Path(CPU_LIBRARY).name).write_text("truncated")
+    rows = kernels_in(installed, tmp_path, FRAMEWORK_KERNELS_DIR=str(tmp_path))
+    assert "cannot be used" in rows["kernels_cpu"]
 
 
 # ---- version and dependencies

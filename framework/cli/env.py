@@ -1,4 +1,5 @@
-"""`framework env`: what this machine and this installation are, for reports. The same facts as RUN/env.json, and what torch sees."""
+"""`framework env`: what this machine and this installation are, for reports. The same facts as RUN/env.json, what torch sees, and which
+compiled kernels there are (or why not)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from framework import __version__
 from framework.config.paths import PACKAGE
 from framework.train.run_dir import environment
 
-HELP = """Print versions, GPUs, cores, memory and the git revision.
+HELP = """Print versions, GPUs, cores, memory, compiled kernels and the git revision.
 
   framework env           as a table
   framework env --json    as JSON
@@ -35,8 +36,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Cores, memory, and the GPUs that torch can use; imports torch (a second or two)."""
+    """Cores, memory, the GPUs that torch can use, and the compiled kernels; imports torch (a second or two)."""
     import torch
+
+    from framework.kernels import library as kernels
 
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
@@ -44,6 +47,7 @@ def machine_facts() -> dict[str, Any]:
         "memory_gib": _memory_gib(),
         "torch_built_for_cuda": torch.version.cuda,
         "torch_gpus": [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices],
+        **kernels.status(),
     }
 
 

@@ -4,8 +4,8 @@ Registered with `torch.library.Library` (`define`, `impl`), for which a call cos
 call does not even take that way: it goes through an `autograd.Function` made of the same pieces, or straight to the implementation where no
 gradient is wanted.
 
-Unusual: each layer decides twice. Its face asks `is_compiled` and takes the plain-torch reference, with torch's own autograd, where there is
-no compiled function; the operation itself also works without one, because a graph that was traced on one machine may run on another.
+Unusual: each layer decides twice. Its face asks `is_compiled` and takes the plain-torch reference, with torch's own autograd, where there
+is no compiled function; the operation itself also works without one, because a graph that was traced on one machine may run on another.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ struct AdamW {
 FW_API int fw_adamw(float* master, uint16_t* remainder, float* exp_avg, float* exp_avg_sq, const void* grad, int grad_dtype,
                     const fw_copies* copies, const fw_range* ranges, int64_t n_ranges, double beta1, double beta2, double eps,
                     const float* grad_factor, void* stream) {
-  const Shard shard{master,      remainder, {exp_avg, exp_avg_sq}, grad, grad_dtype, copies ? copies->data : nullptr, copies ? copies->dtype : 0,
-                    grad_factor};
+  const Shard shard{
+      master, remainder, {exp_avg, exp_avg_sq}, grad, grad_dtype, copies ? copies->data : nullptr, copies ? copies->dtype : 0, grad_factor};
   const AdamW rule{static_cast<float>(1 - beta1), static_cast<float>(beta2), static_cast<float>(1 - beta2), static_cast<float>(eps)};
   return run_optimizer(shard, copies, ranges, n_ranges, rule, stream);
 }

@@ -1,7 +1,7 @@
 // Tiles of block-sparse attention: kTileRows rows of queries, keys or values in shared memory as floats, and products of two of them.
 //
-// Eight threads share a row: thread c of them has columns c, c + 8, ... of every product, so that neighbours read neighbouring banks and a row's
-// sums are shuffles within eight lanes. Plain fp32 arithmetic: right on every device, and no tensor cores.
+// Eight threads share a row: thread c of them has columns c, c + 8, ... of every product, so that neighbours read neighbouring banks and a
+// row's sums are shuffles within eight lanes. Plain fp32 arithmetic: right on every device, and no tensor cores.
 #pragma once
 #include "groups.h"
 #include "reduce.h"
@@ -41,13 +41,12 @@ static __device__ __forceinline__ int tile_column() { return threadIdx.x % kRowT
 // All threads. Rows from `tokens` on are 0. `base` is at row 0 of a head.
 template <int kHeadDim, bool kVector>
 static __device__ void load_tile(Tile<kHeadDim>& tile, const void* base, int64_t base_element, int64_t first, const AttentionShape& shape) {
-  const char* head = static_cast<const char*>(base) + base_element * (shape.dtype == FW_F32 ? 4 : 2);
+  const char* head = static_cast<const char*>(base) + base_element * bytes_of(shape.dtype);
   const int groups = shape.head_dim / kGroup;
   for (int item = threadIdx.x; item < kTileRows * groups; item += kThreads) {
     const int row = item / groups, column = item % groups * kGroup;
     float x[kGroup] = {};
-    if (first + row < shape.tokens)
-      load_group<kVector>(head, shape.dtype, Span{(first + row) * shape.head_dim + column, 0, kGroup}, x);
+    if (first + row < shape.tokens) load_group<kVector>(head, shape.dtype, Span{(first + row) * shape.head_dim + column, 0, kGroup}, x);
 #pragma unroll
     for (int i = 0; i < kGroup; i++) tile.rows[row][column + i] = x[i];
   }
@@ -89,8 +88,7 @@ static __device__ __forceinline__ void put_scores(ScoreTile& tile, const float (
 template <class Op>
 static __device__ __forceinline__ float row_reduce(float value) {
 #pragma unroll
-  for (int distance = kRowThreads / 2; distance; distance /= 2)
-    value = Op::combine(value, __shfl_xor_sync(kAllLanes, value, distance));
+  for (int distance = kRowThreads / 2; distance; distance /= 2) value = Op::combine(value, __shfl_xor_sync(kAllLanes, value, distance));
   return value;
 }
 
@@ -103,13 +101,7 @@ static __device__ __forceinline__ void store_row(void* base, int64_t base_elemen
 #pragma unroll
   for (int j = 0; j < kColumns; j++) {
     if (kRowThreads * j >= shape.head_dim) break;
-    const int64_t i = at + kRowThreads * j;
-    if (shape.dtype == FW_F32)
-      static_cast<float*>(base)[i] = x[j] * factor;
-    else if (shape.dtype == FW_BF16)
-      static_cast<bf16*>(base)[i] = from_float<bf16>(x[j] * factor);
-    else
-      static_cast<fp16*>(base)[i] = from_float<fp16>(x[j] * factor);
+    store_element(base, shape.dtype, at + kRowThreads * j, x[j] * factor);
   }
 }
 

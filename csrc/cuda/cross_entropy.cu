@@ -8,9 +8,6 @@ namespace {
 
 constexpr int64_t kIgnoredLabel = -100;
 
-static __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-static __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
-
 // exp(x - maximum), where nothing but minus infinity has been seen 0.
 static __device__ __forceinline__ float relative_exp(float x, float maximum) {
   return maximum == minus_infinity() ? 0.0f : expf(x - maximum);
@@ -21,14 +18,15 @@ static __device__ void fill_row(void* row, int dtype, int64_t vocab, float value
   float x[kGroup];
 #pragma unroll
   for (int i = 0; i < kGroup; i++) x[i] = value;
-  for (int64_t group = threadIdx.x; group * kGroup < vocab; group += kThreads) store_group<kVector>(row, dtype, span_of(group, 0, vocab), x);
+  for (int64_t group = threadIdx.x; group * kGroup < vocab; group += kThreads)
+    store_group<kVector>(row, dtype, span_of(group, 0, vocab), x);
 }
 
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads) cross_entropy(void* logits, const int64_t* labels, float* loss, int64_t vocab, int64_t row_stride,
-                                                          float grad_factor, int with_grad, int dtype) {
+__global__ void __launch_bounds__(kThreads) cross_entropy(void* logits, const int64_t* labels, float* loss, int64_t vocab,
+                                                          int64_t row_stride, float grad_factor, int with_grad, int dtype) {
   const int64_t row_number = blockIdx.x, label = labels[row_number];
-  char* row = static_cast<char*>(logits) + row_number * row_stride * (dtype == FW_F32 ? 4 : 2);
+  char* row = static_cast<char*>(logits) + row_number * row_stride * bytes_of(dtype);
   if (label < 0 || label >= vocab) {  // all threads of the block
     const float value = label == kIgnoredLabel ? 0.0f : not_a_number();
     if (threadIdx.x == 0) loss[row_number] = value;
@@ -52,11 +50,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy(void* logits, const in
       if (span.wants(i)) sum += relative_exp(x[i], maximum);
   }
   float of_label = 0.0f;
-  if (threadIdx.x == 0) {  // before anybody writes: the barriers below come first
-    float x[kGroup];
-    load_group<false>(row, dtype, Span{label, 0, 1}, x);
-    of_label = x[0];
-  }
+  if (threadIdx.x == 0) of_label = load_element(row, dtype, label);  // before anybody writes: the barriers below come first
   const float row_maximum = block_reduce<Max>(maximum, minus_infinity());
   sum = block_sum(sum * relative_exp(maximum, row_maximum));
   if (threadIdx.x == 0) loss[row_number] = logf(sum) + row_maximum - of_label;
@@ -83,7 +77,7 @@ FW_API int fw_cross_entropy(void* logits, const int64_t* labels, float* loss, in
   if (!is_dtype(dtype) || rows < 0 || vocab < 1 || row_stride < vocab) return FW_INVALID;
   if (rows == 0) return 0;
   const dim3 grid(static_cast<unsigned>(rows)), block(kThreads);
-  if (aligned_to_16(logits) && row_stride * (dtype == FW_F32 ? 4 : 2) % 16 == 0)
+  if (aligned_to_16(logits) && row_stride * bytes_of(dtype) % 16 == 0)
     FW_LAUNCH(cross_entropy<true>, grid, block, 0, stream, logits, labels, loss, vocab, row_stride, grad_factor, with_grad, dtype);
   else
     FW_LAUNCH(cross_entropy<false>, grid, block, 0, stream, logits, labels, loss, vocab, row_stride, grad_factor, with_grad, dtype);

@@ -33,6 +33,9 @@ constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+static __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+static __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
+
 // Storage of one 16-bit number; arithmetic is in float.
 struct bf16 {
   uint16_t bits;

@@ -1,8 +1,8 @@
 // fw_embedding_backward: the gradient of an embedding's rows, summed in the order of the tokens: no atomics, the same bits in every run.
 //
-// The caller sorts the tokens by id (stably). Blocks take chunks of the sorted list and sum runs of equal ids. A run inside one chunk is written
-// at once; of a run that crosses chunks each chunk keeps its part in `partial`, and a second launch adds those, so that a token which is in
-// every sentence does not keep one block busy while all others are done.
+// The caller sorts the tokens by id (stably). Blocks take chunks of the sorted list and sum runs of equal ids. A run inside one chunk is
+// written at once; of a run that crosses chunks each chunk keeps its part in `partial`, and a second launch adds those, so that a token
+// which is in every sentence does not keep one block busy while all others are done.
 #include "groups.h"
 
 namespace {
@@ -17,22 +17,9 @@ struct Runs {
   __device__ __forceinline__ bool counts(int64_t id) const { return id >= 0 && id < vocab && id != padding_index; }
 };
 
-static __device__ __forceinline__ void put(void* dweight, int dtype, int64_t at, float value) {
-  if (dtype == FW_F32)
-    static_cast<float*>(dweight)[at] = value;
-  else if (dtype == FW_BF16)
-    static_cast<bf16*>(dweight)[at] = from_float<bf16>(value);
-  else
-    static_cast<fp16*>(dweight)[at] = from_float<fp16>(value);
-}
-
-static __device__ __forceinline__ float get(const void* dy, int dtype, int64_t at) {
-  if (dtype == FW_F32) return static_cast<const float*>(dy)[at];
-  return dtype == FW_BF16 ? to_float(static_cast<const bf16*>(dy)[at]) : to_float(static_cast<const fp16*>(dy)[at]);
-}
-
 // blockIdx.x: chunk, blockIdx.y: kThreads columns. partial: [chunks, 2, cols]; 0 for the run that came in, 1 for the one that goes on.
-__global__ void __launch_bounds__(kThreads) sum_chunks(Runs runs, const void* dy, void* dweight, float* partial, int64_t cols, int dtype) {
+__global__ void __launch_bounds__(kThreads)
+    embedding_sum_chunks(Runs runs, const void* dy, void* dweight, float* partial, int64_t cols, int dtype) {
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   if (column >= cols) return;
   const int64_t start = static_cast<int64_t>(blockIdx.x) * kChunk;
@@ -42,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(Runs runs, const void* dy
   float sum = 0.0f;
   for (int64_t i = start; i < stop; i++) {
     const int64_t id = runs.ids[i];
-    if (runs.counts(id)) sum += get(dy, dtype, runs.order[i] * cols + column);
+    if (runs.counts(id)) sum += load_element(dy, dtype, runs.order[i] * cols + column);
     const bool run_ends = i + 1 == runs.tokens || runs.ids[i + 1] != id;
     if (!run_ends && i + 1 < stop) continue;
     if (came_in)
@@ -50,14 +37,14 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(Runs runs, const void* dy
     else if (!run_ends)
       incoming[cols] = sum;
     else if (runs.counts(id))
-      put(dweight, dtype, id * cols + column, sum);
+      store_element(dweight, dtype, id * cols + column, sum);
     came_in = false;
     sum = 0.0f;
   }
 }
 
 // The block of the chunk in which a run starts that goes on adds up its parts.
-__global__ void __launch_bounds__(kThreads) join_chunks(Runs runs, void* dweight, const float* partial, int64_t cols, int dtype) {
+__global__ void __launch_bounds__(kThreads) embedding_join_chunks(Runs runs, void* dweight, const float* partial, int64_t cols, int dtype) {
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   const int64_t start = static_cast<int64_t>(blockIdx.x) * kChunk, stop = start + kChunk;
   if (column >= cols || stop >= runs.tokens) return;
@@ -66,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) join_chunks(Runs runs, void* dweight
   if (runs.ids[stop] != id || started_before || !runs.counts(id)) return;
   float sum = partial[(static_cast<int64_t>(blockIdx.x) * 2 + 1) * cols + column];
   for (int64_t next = stop; next < runs.tokens && runs.ids[next] == id; next += kChunk) sum += partial[next / kChunk * 2 * cols + column];
-  put(dweight, dtype, id * cols + column, sum);
+  store_element(dweight, dtype, id * cols + column, sum);
 }
 
 }  // namespace
@@ -77,7 +64,7 @@ FW_API int fw_embedding_backward(const void* dy, const int64_t* sorted_ids, cons
   if (tokens == 0 || cols == 0) return 0;
   const Runs runs{sorted_ids, order, tokens, vocab, padding_index};
   const dim3 grid(static_cast<unsigned>(divide_up(tokens, kChunk)), static_cast<unsigned>(divide_up(cols, kThreads))), block(kThreads);
-  FW_LAUNCH(sum_chunks, grid, block, 0, stream, runs, dy, dweight, partial, cols, dtype);
-  FW_LAUNCH(join_chunks, grid, block, 0, stream, runs, dweight, partial, cols, dtype);
+  FW_LAUNCH(embedding_sum_chunks, grid, block, 0, stream, runs, dy, dweight, partial, cols, dtype);
+  FW_LAUNCH(embedding_join_chunks, grid, block, 0, stream, runs, dweight, partial, cols, dtype);
   return FW_LAST_ERROR();
 }

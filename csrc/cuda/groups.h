@@ -51,8 +51,7 @@ static __device__ __forceinline__ void store_whole(T* address, const float (&x)[
   } else {
     uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      words[i] = from_float<T>(x[2 * i]).bits | static_cast<uint32_t>(from_float<T>(x[2 * i + 1]).bits) << 16;
+    for (int i = 0; i < 4; i++) words[i] = from_float<T>(x[2 * i]).bits | static_cast<uint32_t>(from_float<T>(x[2 * i + 1]).bits) << 16;
     *reinterpret_cast<uint4*>(address) = uint4{words[0], words[1], words[2], words[3]};
   }
 }
@@ -98,6 +97,23 @@ static __device__ __forceinline__ void store_group(void* base, int dtype, const 
   else
     store_group<kVector>(static_cast<fp16*>(base), span, x);
 }
+
+// One element.
+static __device__ __forceinline__ float load_element(const void* base, int dtype, int64_t i) {
+  if (dtype == FW_F32) return static_cast<const float*>(base)[i];
+  return dtype == FW_BF16 ? to_float(static_cast<const bf16*>(base)[i]) : to_float(static_cast<const fp16*>(base)[i]);
+}
+
+static __device__ __forceinline__ void store_element(void* base, int dtype, int64_t i, float value) {
+  if (dtype == FW_F32)
+    static_cast<float*>(base)[i] = value;
+  else if (dtype == FW_BF16)
+    static_cast<bf16*>(base)[i] = from_float<bf16>(value);
+  else
+    static_cast<fp16*>(base)[i] = from_float<fp16>(value);
+}
+
+static __host__ __device__ __forceinline__ int64_t bytes_of(int dtype) { return dtype == FW_F32 ? 4 : 2; }
 
 // ---- on the host
 static inline bool is_dtype(int dtype) { return dtype == FW_F32 || dtype == FW_BF16 || dtype == FW_F16; }

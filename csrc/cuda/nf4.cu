@@ -5,27 +5,44 @@ namespace {
 
 static __device__ __forceinline__ float nf4_value(int index) {
   switch (index) {
-    case 0: return -1.0f;
-    case 1: return -0.6961928009986877f;
-    case 2: return -0.5250730514526367f;
-    case 3: return -0.39491748809814453f;
-    case 4: return -0.28444138169288635f;
-    case 5: return -0.18477343022823334f;
-    case 6: return -0.09105003625154495f;
-    case 7: return 0.0f;
-    case 8: return 0.07958029955625534f;
-    case 9: return 0.16093020141124725f;
-    case 10: return 0.24611230194568634f;
-    case 11: return 0.33791524171829224f;
-    case 12: return 0.44070982933044434f;
-    case 13: return 0.5626170039176941f;
-    case 14: return 0.7229568362236023f;
-    default: return 1.0f;
+    case 0:
+      return -1.0f;
+    case 1:
+      return -0.6961928009986877f;
+    case 2:
+      return -0.5250730514526367f;
+    case 3:
+      return -0.39491748809814453f;
+    case 4:
+      return -0.28444138169288635f;
+    case 5:
+      return -0.18477343022823334f;
+    case 6:
+      return -0.09105003625154495f;
+    case 7:
+      return 0.0f;
+    case 8:
+      return 0.07958029955625534f;
+    case 9:
+      return 0.16093020141124725f;
+    case 10:
+      return 0.24611230194568634f;
+    case 11:
+      return 0.33791524171829224f;
+    case 12:
+      return 0.44070982933044434f;
+    case 13:
+      return 0.5626170039176941f;
+    case 14:
+      return 0.7229568362236023f;
+    default:
+      return 1.0f;
   }
 }
 
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads) nf4_dequantize(const uint8_t* q, const float* absmax, int64_t n, int block, void* out, int dtype) {
+__global__ void __launch_bounds__(kThreads)
+    nf4_dequantize(const uint8_t* q, const float* absmax, int64_t n, int block, void* out, int dtype) {
   FW_SHARED(float, table, 16);  // not constant memory, which would serve lanes that look up different entries one after another
   if (threadIdx.x < 16) table[threadIdx.x] = nf4_value(threadIdx.x);
   __syncthreads();

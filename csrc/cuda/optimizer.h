@@ -1,9 +1,10 @@
 // The loop that all optimizers share: elements of many ranges of a flat shard, one pass over parameters, gradients and state.
 //
-// An optimizer is a rule (see adamw.cu): how many state tensors it has, and how one element changes. The table of ranges travels by value with
-// the launch, so nothing is copied to the device and the host waits for nothing; long tables go in several launches.
+// An optimizer is a rule (see adamw.cu): how many state tensors it has, and how one element changes. The table of ranges travels by value
+// with the launch, so nothing is copied to the device and the host waits for nothing; long tables go in several launches.
 //
-// Unusual: whether to do anything at all is read from the device (`grad_factor`), because only the device knows if the gradients were finite.
+// Unusual: whether to do anything at all is read from the device (`grad_factor`), because only the device knows if the gradients were
+// finite.
 #pragma once
 #include "groups.h"
 #include "quantize.h"
@@ -44,7 +45,7 @@ static __device__ __forceinline__ float joined(float copy, uint16_t remainder) {
 
 static __device__ __forceinline__ void split(float value, uint16_t& copy, uint16_t& remainder) {
   uint32_t bits = __float_as_uint(value);
-  if (value != value) bits = 0x7fc00000u;
+  if (value != value) bits = __float_as_uint(not_a_number());
   copy = static_cast<uint16_t>((bits + 0x8000u) >> 16);
   remainder = static_cast<uint16_t>(bits & 0xffffu);  // modulo 2^16, which is what the signed difference is
 }
@@ -159,8 +160,8 @@ static inline bool are_ranges(const fw_range* ranges, int64_t count) {
   return true;
 }
 
-// Fill `table` from ranges [first, count) until it is full or a launch could not have more blocks. The next range to do comes back; *tiles is
-// the number of tiles in the table.
+// Fill `table` from ranges [first, count) until it is full or a launch could not have more blocks. The next range to do comes back; *tiles
+// is the number of tiles in the table.
 template <class Tiles>
 static inline int64_t fill_table(RangeTable& table, const fw_range* ranges, int64_t first, int64_t count, int64_t* tiles, Tiles tiles_of) {
   table.count = 0;

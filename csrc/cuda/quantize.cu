@@ -3,27 +3,12 @@
 
 namespace {
 
-static __device__ __forceinline__ float element(const void* x, int dtype, int64_t i) {
-  if (dtype == FW_F32) return static_cast<const float*>(x)[i];
-  if (dtype == FW_BF16) return to_float(static_cast<const bf16*>(x)[i]);
-  return to_float(static_cast<const fp16*>(x)[i]);
-}
-
-static __device__ __forceinline__ void put_element(void* x, int dtype, int64_t i, float value) {
-  if (dtype == FW_F32)
-    static_cast<float*>(x)[i] = value;
-  else if (dtype == FW_BF16)
-    static_cast<bf16*>(x)[i] = from_float<bf16>(value);
-  else
-    static_cast<fp16*>(x)[i] = from_float<fp16>(value);
-}
-
 struct TensorSource {
   const void* x;
   int dtype;
   const float* error;
 
-  __device__ __forceinline__ float operator()(int64_t i) const { return element(x, dtype, i) + (error ? error[i] : 0.0f); }
+  __device__ __forceinline__ float operator()(int64_t i) const { return load_element(x, dtype, i) + (error ? error[i] : 0.0f); }
 };
 
 // A warp's lane reads error[i] in its second pass just before it writes it here, so the feedback is updated in place.
@@ -35,8 +20,8 @@ struct ErrorFeedback {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) quantize(TensorSource source, ErrorFeedback feedback, int64_t n, int64_t blocks,
-                                                     QuantizedBlocks target) {
+__global__ void __launch_bounds__(kThreads)
+    quantize(TensorSource source, ErrorFeedback feedback, int64_t n, int64_t blocks, QuantizedBlocks target) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (index < blocks) quantize_block(target, index, n, source, feedback);  // a whole warp
 }
@@ -45,8 +30,8 @@ __global__ void __launch_bounds__(kThreads) quantize(TensorSource source, ErrorF
 static __device__ __forceinline__ int64_t block_of(int64_t i, int block, int shift) { return shift >= 0 ? i >> shift : i / block; }
 
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads) dequantize(const void* q, int bits, const float* scales, int64_t n, int block, int shift, void* out,
-                                                       int dtype, int add) {
+__global__ void __launch_bounds__(kThreads)
+    dequantize(const void* q, int bits, const float* scales, int64_t n, int block, int shift, void* out, int dtype, int add) {
   for (int64_t group = global_thread(); group * kGroup < n; group += global_threads()) {
     const Span span = span_of(group, 0, n);
     float x[kGroup], sum[kGroup];
@@ -97,15 +82,15 @@ struct PartsSource {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) sum_and_quantize(PartsSource source, int64_t n, QuantizedBlocks target, void* sum_out,
-                                                             int sum_dtype) {
+__global__ void __launch_bounds__(kThreads)
+    sum_and_quantize(PartsSource source, int64_t n, QuantizedBlocks target, void* sum_out, int sum_dtype) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (index >= source.blocks) return;  // a whole warp
   if (target.q) quantize_block(target, index, n, source);
   if (!sum_out) return;
   const int64_t start = index * source.block;
   const int64_t stop = start + source.block < n ? start + source.block : n;
-  for (int64_t i = start + threadIdx.x % kWarp; i < stop; i += kWarp) put_element(sum_out, sum_dtype, i, source(i));
+  for (int64_t i = start + threadIdx.x % kWarp; i < stop; i += kWarp) store_element(sum_out, sum_dtype, i, source(i));
 }
 
 int shift_of(int block) {

@@ -1,7 +1,8 @@
-// One quantisation block, done by one warp: scale from the largest absolute value, then integers of 8 or 4 bits. Format: framework_kernels.h.
+// One quantisation block, done by one warp: scale from the largest absolute value, then integers of 8 or 4 bits. Format:
+// framework_kernels.h.
 //
-// Values come from a function of the element number, so that one loop serves tensors, sums of dequantised parts and optimizers' masters. It is
-// called twice per element, first for the maximum and then for the integers; the second time its memory is in the cache.
+// Values come from a function of the element number, so that one loop serves tensors, sums of dequantised parts and optimizers' masters. It
+// is called twice per element, first for the maximum and then for the integers; the second time its memory is in the cache.
 #pragma once
 #include "groups.h"
 #include "reduce.h"
@@ -42,7 +43,7 @@ static __device__ __forceinline__ void quantize_block(const QuantizedBlocks& tar
   largest = warp_reduce<Max>(largest);
   __syncwarp();  // all have read what `residual` may overwrite
   const bool finite = largest - largest == 0.0f;
-  float scale = finite ? largest / limit : __uint_as_float(0x7fc00000u);
+  float scale = finite ? largest / limit : not_a_number();
   if (scale < 1.17549435e-38f) scale = 0.0f;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   if (lane == 0) target.scales[index] = scale;

@@ -1,7 +1,8 @@
 // fw_rms_norm_forward, fw_rms_norm_backward: y = s * rstd * weight with s = x (+ residual), arXiv:1910.07467.
 //
-// A row is the work of a team: a warp for short rows (norms of attention heads), a block for long ones. Rows are read twice; the second time
-// they lie in the cache. The weight's gradient is summed per block in a fixed order, then over blocks, so that it never depends on timing.
+// A row is the work of a team: a warp for short rows (norms of attention heads), a block for long ones. Rows are read twice; the second
+// time they lie in the cache. The weight's gradient is summed per block in a fixed order, then over blocks, so that it never depends on
+// timing.
 #include "groups.h"
 #include "reduce.h"
 
@@ -16,10 +17,10 @@ static __device__ __forceinline__ float team_sum(float value) {
 }
 
 static __device__ __forceinline__ const char* at_row(const void* base, int dtype, int64_t row, int64_t cols) {
-  return static_cast<const char*>(base) + row * cols * (dtype == FW_F32 ? 4 : 2);
+  return static_cast<const char*>(base) + row * cols * bytes_of(dtype);
 }
 static __device__ __forceinline__ char* at_row(void* base, int dtype, int64_t row, int64_t cols) {
-  return static_cast<char*>(base) + row * cols * (dtype == FW_F32 ? 4 : 2);
+  return static_cast<char*>(base) + row * cols * bytes_of(dtype);
 }
 
 static __device__ __forceinline__ float rounded(float x, int dtype) {
@@ -28,8 +29,8 @@ static __device__ __forceinline__ float rounded(float x, int dtype) {
 }
 
 template <int kTeam, bool kVector>
-__global__ void __launch_bounds__(kThreads) forward(const void* x, const void* residual, const void* weight, void* y, void* sum, float* rstd,
-                                                    int64_t rows, int64_t cols, float eps, int dtype) {
+__global__ void __launch_bounds__(kThreads) rms_norm_forward(const void* x, const void* residual, const void* weight, void* y, void* sum,
+                                                             float* rstd, int64_t rows, int64_t cols, float eps, int dtype) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
   if (row >= rows) return;  // a whole team
   const int member = threadIdx.x % kTeam;
@@ -63,8 +64,9 @@ __global__ void __launch_bounds__(kThreads) forward(const void* x, const void* r
 
 // The weight's gradient of one thread's columns over the rows of its team: in shared memory if it fits, else in `partial` itself.
 template <int kTeam, bool kShared, bool kVector>
-__global__ void __launch_bounds__(kThreads) backward(const void* dy, const void* dsum, const void* normed, const void* weight,
-                                                     const float* rstd, void* dx, float* partial, int64_t rows, int64_t cols, int dtype) {
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_backward(const void* dy, const void* dsum, const void* normed, const void* weight, const float* rstd, void* dx, float* partial,
+                      int64_t rows, int64_t cols, int dtype) {
   constexpr int kTeams = kThreads / kTeam;
   FW_DYNAMIC_SHARED(float, shared);
   const int team = threadIdx.x / kTeam, member = threadIdx.x % kTeam;
@@ -117,7 +119,8 @@ __global__ void __launch_bounds__(kThreads) backward(const void* dy, const void*
 }
 
 // One block adds 32 columns; each of its warps a share of the rows.
-__global__ void __launch_bounds__(kThreads) add_partial_rows(const float* partial, int64_t n_partial, int64_t cols, float* dweight) {
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_add_partial_rows(const float* partial, int64_t n_partial, int64_t cols, float* dweight) {
   FW_SHARED(float, of_warp, kThreads);
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp;
   float sum = 0.0f;
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) add_partial_rows(const float* partia
   dweight[column] = sum;
 }
 
-bool rows_are_aligned(int64_t cols, int dtype) { return cols * (dtype == FW_F32 ? 4 : 2) % 16 == 0; }
+bool rows_are_aligned(int64_t cols, int dtype) { return cols * bytes_of(dtype) % 16 == 0; }
 
 }  // namespace
 
@@ -144,15 +147,15 @@ FW_API int fw_rms_norm_forward(const void* x, const void* residual, const void* 
   if (cols <= kWarpRowColumns) {
     const dim3 grid(static_cast<unsigned>(divide_up(rows, kWarps)));
     if (vector)
-      FW_LAUNCH((forward<kWarp, true>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
+      FW_LAUNCH((rms_norm_forward<kWarp, true>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
     else
-      FW_LAUNCH((forward<kWarp, false>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
+      FW_LAUNCH((rms_norm_forward<kWarp, false>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
   } else {
     const dim3 grid(static_cast<unsigned>(rows));
     if (vector)
-      FW_LAUNCH((forward<kThreads, true>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
+      FW_LAUNCH((rms_norm_forward<kThreads, true>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
     else
-      FW_LAUNCH((forward<kThreads, false>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
+      FW_LAUNCH((rms_norm_forward<kThreads, false>), grid, block, 0, stream, x, residual, weight, y, sum, rstd, rows, cols, eps, dtype);
   }
   return FW_LAST_ERROR();
 }
@@ -164,8 +167,9 @@ FW_API int fw_rms_norm_backward(const void* dy, const void* dsum, const void* x_
   const bool vector = rows_are_aligned(cols, dtype) && aligned_to_16(dy, dsum, x_or_sum, weight, dx);
   const dim3 grid(static_cast<unsigned>(n_partial)), block(kThreads);
   constexpr int64_t kMostShared = 40 * 1024;
-#define FW_RMS_NORM_BACKWARD(team, shared, vector, bytes) \
-  FW_LAUNCH((backward<team, shared, vector>), grid, block, bytes, stream, dy, dsum, x_or_sum, weight, rstd, dx, partial, rows, cols, dtype)
+#define FW_RMS_NORM_BACKWARD(team, shared, vector, bytes)                                                                               \
+  FW_LAUNCH((rms_norm_backward<team, shared, vector>), grid, block, bytes, stream, dy, dsum, x_or_sum, weight, rstd, dx, partial, rows, \
+            cols, dtype)
   if (cols <= kWarpRowColumns) {
     const size_t bytes = static_cast<size_t>(cols) * kWarps * sizeof(float);
     if (vector)
@@ -184,6 +188,7 @@ FW_API int fw_rms_norm_backward(const void* dy, const void* dsum, const void* x_
     FW_RMS_NORM_BACKWARD(kThreads, false, false, 0);
   }
 #undef FW_RMS_NORM_BACKWARD
-  FW_LAUNCH(add_partial_rows, dim3(static_cast<unsigned>(divide_up(cols, kWarp))), block, 0, stream, partial, n_partial, cols, dweight);
+  FW_LAUNCH(rms_norm_add_partial_rows, dim3(static_cast<unsigned>(divide_up(cols, kWarp))), block, 0, stream, partial, n_partial, cols,
+            dweight);
   return FW_LAST_ERROR();
 }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads) rope(const void* x, const float* cos
     const Index batch = token_number / tokens, token = token_number - batch * tokens;
     const int64_t table = static_cast<int64_t>(batch) * cos_batch_stride + static_cast<int64_t>(token) * half;
     const Span span = span_of(group, 0, half);
-    const int64_t bytes = dtype == FW_F32 ? 4 : 2;
+    const int64_t bytes = bytes_of(dtype);
     const int64_t first_half = static_cast<int64_t>(head_number) * 2 * half * bytes, second_half = first_half + half * bytes;
     float a[kGroup], b[kGroup], c[kGroup], s[kGroup];
     load_group<kVector>(static_cast<const char*>(x) + first_half, dtype, span, a);
@@ -36,16 +36,16 @@ __global__ void __launch_bounds__(kThreads) rope(const void* x, const float* cos
 
 }  // namespace
 
-FW_API int fw_rope(const void* x, const float* cos, const float* sin, void* y, int64_t batch, int64_t tokens, int64_t heads, int64_t head_dim,
-                   int64_t cos_batch_stride, int inverse, int dtype, void* stream) {
+FW_API int fw_rope(const void* x, const float* cos, const float* sin, void* y, int64_t batch, int64_t tokens, int64_t heads,
+                   int64_t head_dim, int64_t cos_batch_stride, int inverse, int dtype, void* stream) {
   if (!is_dtype(dtype) || batch < 0 || tokens < 0 || heads < 0 || head_dim < 0 || head_dim % 2) return FW_INVALID;
   const int64_t half = head_dim / 2, groups = divide_up(half, kGroup), items = batch * tokens * heads * groups;
   if (items == 0) return 0;
   const bool vector = half % kGroup == 0 && cos_batch_stride % 4 == 0 && aligned_to_16(x, cos, sin, y);
   const float sign = inverse ? -1.0f : 1.0f;
   const dim3 grid(looping_grid(items)), block(kThreads);
-#define FW_ROPE(Index, vector)                                                                                                           \
-  FW_LAUNCH((rope<Index, vector>), grid, block, 0, stream, x, cos, sin, y, static_cast<Index>(items), static_cast<Index>(groups),        \
+#define FW_ROPE(Index, vector)                                                                                                    \
+  FW_LAUNCH((rope<Index, vector>), grid, block, 0, stream, x, cos, sin, y, static_cast<Index>(items), static_cast<Index>(groups), \
             static_cast<Index>(heads), static_cast<Index>(tokens), half, cos_batch_stride, sign, dtype)
   if (items > 0x7fffffff) {
     if (vector)

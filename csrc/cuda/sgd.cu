@@ -24,8 +24,9 @@ struct Sgd {
 FW_API int fw_sgd(float* master, uint16_t* remainder, float* momentum_buffer, const void* grad, int grad_dtype, const fw_copies* copies,
                   const fw_range* ranges, int64_t n_ranges, double momentum, double dampening, int nesterov, int first_step,
                   const float* grad_factor, void* stream) {
-  const Shard shard{master,      remainder, {momentum_buffer, nullptr}, grad, grad_dtype, copies ? copies->data : nullptr,
-                    copies ? copies->dtype : 0, grad_factor};
+  const Shard shard{
+      master,     remainder, {momentum_buffer, nullptr}, grad, grad_dtype, copies ? copies->data : nullptr, copies ? copies->dtype : 0,
+      grad_factor};
   const float mu = static_cast<float>(momentum), kept = static_cast<float>(1 - dampening);
   if (momentum_buffer) return run_optimizer(shard, copies, ranges, n_ranges, Sgd<true>{mu, kept, nesterov != 0, first_step != 0}, stream);
   if (momentum != 0) return FW_INVALID;

@@ -1,13 +1,13 @@
-// fw_sparse_attention_forward: block-sparse attention, one block of threads per tile of queries, online softmax over the tiles of keys it sees.
+// fw_sparse_attention_forward: block-sparse attention, one block of threads per tile of queries, online softmax over the tiles of keys it
+// sees.
 #include "attention_tiles.h"
 
 namespace {
 
-static __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-
 template <int kHeadDim, bool kVector>
-__global__ void __launch_bounds__(kThreads, 2) forward(const void* q, const void* k, const void* v, const int32_t* offsets, const int32_t* columns,
-                                                    void* out, float* log_sum_exp, AttentionShape shape) {
+__global__ void __launch_bounds__(kThreads, 2)
+    sparse_attention_forward(const void* q, const void* k, const void* v, const int32_t* offsets, const int32_t* columns, void* out,
+                             float* log_sum_exp, AttentionShape shape) {
   FW_SHARED(Tile<kHeadDim>, queries, 1);
   FW_SHARED(Tile<kHeadDim>, keys_or_values, 1);
   FW_SHARED(ScoreTile, weights, 1);
@@ -54,22 +54,21 @@ __global__ void __launch_bounds__(kThreads, 2) forward(const void* q, const void
     }
   }
   store_row(out, of_queries, query, shape, output, sum > 0.0f || sum != sum ? 1.0f / sum : 0.0f);
-  if (tile_column() == 0 && query < shape.tokens)
-    log_sum_exp[(batch * shape.heads + head) * shape.tokens + query] = maximum + logf(sum);
+  if (tile_column() == 0 && query < shape.tokens) log_sum_exp[(batch * shape.heads + head) * shape.tokens + query] = maximum + logf(sum);
 }
 
 }  // namespace
 
-FW_API int fw_sparse_attention_forward(const void* q, const void* k, const void* v, const int32_t* offsets, const int32_t* columns, void* out,
-                                       float* log_sum_exp, int64_t batch, int64_t heads, int64_t kv_heads, int64_t tokens, int64_t head_dim,
-                                       int64_t block, float scale, int causal, int dtype, void* stream) {
+FW_API int fw_sparse_attention_forward(const void* q, const void* k, const void* v, const int32_t* offsets, const int32_t* columns,
+                                       void* out, float* log_sum_exp, int64_t batch, int64_t heads, int64_t kv_heads, int64_t tokens,
+                                       int64_t head_dim, int64_t block, float scale, int causal, int dtype, void* stream) {
   if (!is_attention_shape(batch, heads, kv_heads, tokens, head_dim, block, dtype)) return FW_INVALID;
   if (batch == 0 || heads == 0 || tokens == 0) return 0;
   const AttentionShape shape{heads, kv_heads, tokens, block, static_cast<int>(head_dim), dtype, scale, causal != 0};
   const dim3 grid(static_cast<unsigned>(divide_up(tokens, kTileRows)), static_cast<unsigned>(heads), static_cast<unsigned>(batch));
   const bool vector = aligned_to_16(q, k, v);
 #define FW_FORWARD(width, vector) \
-  FW_LAUNCH((forward<width, vector>), grid, dim3(kThreads), 0, stream, q, k, v, offsets, columns, out, log_sum_exp, shape)
+  FW_LAUNCH((sparse_attention_forward<width, vector>), grid, dim3(kThreads), 0, stream, q, k, v, offsets, columns, out, log_sum_exp, shape)
   if (head_dim <= 64) {
     if (vector)
       FW_FORWARD(64, true);

@@ -1,5 +1,5 @@
-// fw_sparse_attention_backward: gradients of queries by tiles of queries, of keys and values by tiles of keys. No atomics: every sum has a fixed
-// order.
+// fw_sparse_attention_backward: gradients of queries by tiles of queries, of keys and values by tiles of keys. No atomics: every sum has a
+// fixed order.
 //
 // Tiles of scores are made again from the log-sum-exp of the forward pass. Shared memory holds two tiles of rows at a time; what is needed
 // again is loaded again, from the cache.
@@ -7,14 +7,15 @@
 
 namespace {
 
-struct Inputs {
+struct BackwardInputs {
   const void *dout, *q, *k, *v, *out;
   const float *log_sum_exp, *delta;
 };
 
 // delta = sum over head_dim of dout * out, per query; one warp a query.
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads) row_dots(const void* dout, const void* out, float* delta, int64_t rows, int head_dim, int dtype) {
+__global__ void __launch_bounds__(kThreads)
+    sparse_attention_row_dots(const void* dout, const void* out, float* delta, int64_t rows, int head_dim, int dtype) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
   if (row >= rows) return;  // a whole warp
   float sum = 0.0f;
@@ -31,11 +32,13 @@ __global__ void __launch_bounds__(kThreads) row_dots(const void* dout, const voi
 }
 
 // The softmax weight of a scaled score.
-static __device__ __forceinline__ float weight_of(float score, float log_sum_exp, bool seen) { return seen ? expf(score - log_sum_exp) : 0.0f; }
+static __device__ __forceinline__ float weight_of(float score, float log_sum_exp, bool seen) {
+  return seen ? expf(score - log_sum_exp) : 0.0f;
+}
 
 template <int kHeadDim, bool kVector>
-__global__ void __launch_bounds__(kThreads, 2) of_queries(Inputs in, const int32_t* offsets, const int32_t* columns, void* dq,
-                                                       AttentionShape shape) {
+__global__ void __launch_bounds__(kThreads, 2)
+    sparse_attention_of_queries(BackwardInputs in, const int32_t* offsets, const int32_t* columns, void* dq, AttentionShape shape) {
   FW_SHARED(Tile<kHeadDim>, left, 1);
   FW_SHARED(Tile<kHeadDim>, right, 1);
   FW_SHARED(ScoreTile, score_gradients, 1);
@@ -78,8 +81,8 @@ __global__ void __launch_bounds__(kThreads, 2) of_queries(Inputs in, const int32
 }
 
 template <int kHeadDim, bool kVector>
-__global__ void __launch_bounds__(kThreads, 2) of_keys(Inputs in, const int32_t* offsets, const int32_t* columns, void* dk, void* dv,
-                                                    AttentionShape shape) {
+__global__ void __launch_bounds__(kThreads, 2)
+    sparse_attention_of_keys(BackwardInputs in, const int32_t* offsets, const int32_t* columns, void* dk, void* dv, AttentionShape shape) {
   FW_SHARED(Tile<kHeadDim>, left, 1);
   FW_SHARED(Tile<kHeadDim>, right, 1);
   FW_SHARED(ScoreTile, score_weights, 1);
@@ -133,14 +136,14 @@ __global__ void __launch_bounds__(kThreads, 2) of_keys(Inputs in, const int32_t*
 }
 
 template <int kHeadDim, bool kVector>
-void launch_backward(const Inputs& in, const int32_t* offsets, const int32_t* columns, const int32_t* transposed_offsets,
+void launch_backward(const BackwardInputs& in, const int32_t* offsets, const int32_t* columns, const int32_t* transposed_offsets,
                      const int32_t* transposed_columns, void* dq, void* dk, void* dv, int64_t batch, const AttentionShape& shape,
                      void* stream) {
   const unsigned tiles = static_cast<unsigned>(divide_up(shape.tokens, kTileRows)), batches = static_cast<unsigned>(batch);
-  FW_LAUNCH((of_queries<kHeadDim, kVector>), dim3(tiles, static_cast<unsigned>(shape.heads), batches), dim3(kThreads), 0, stream, in, offsets,
-            columns, dq, shape);
-  FW_LAUNCH((of_keys<kHeadDim, kVector>), dim3(tiles, static_cast<unsigned>(shape.kv_heads), batches), dim3(kThreads), 0, stream, in,
-            transposed_offsets, transposed_columns, dk, dv, shape);
+  FW_LAUNCH((sparse_attention_of_queries<kHeadDim, kVector>), dim3(tiles, static_cast<unsigned>(shape.heads), batches), dim3(kThreads), 0,
+            stream, in, offsets, columns, dq, shape);
+  FW_LAUNCH((sparse_attention_of_keys<kHeadDim, kVector>), dim3(tiles, static_cast<unsigned>(shape.kv_heads), batches), dim3(kThreads), 0,
+            stream, in, transposed_offsets, transposed_columns, dk, dv, shape);
 }
 
 }  // namespace
@@ -153,14 +156,14 @@ FW_API int fw_sparse_attention_backward(const void* dout, const void* q, const v
   if (!is_attention_shape(batch, heads, kv_heads, tokens, head_dim, block, dtype)) return FW_INVALID;
   if (batch == 0 || heads == 0 || tokens == 0) return 0;
   const AttentionShape shape{heads, kv_heads, tokens, block, static_cast<int>(head_dim), dtype, scale, causal != 0};
-  const Inputs in{dout, q, k, v, out, log_sum_exp, delta};
+  const BackwardInputs in{dout, q, k, v, out, log_sum_exp, delta};
   const bool vector = aligned_to_16(dout, q, k, v, out);
   const int64_t rows = batch * heads * tokens;
   const dim3 grid(static_cast<unsigned>(divide_up(rows, kWarps)));
   if (vector)
-    FW_LAUNCH(row_dots<true>, grid, dim3(kThreads), 0, stream, dout, out, delta, rows, shape.head_dim, dtype);
+    FW_LAUNCH(sparse_attention_row_dots<true>, grid, dim3(kThreads), 0, stream, dout, out, delta, rows, shape.head_dim, dtype);
   else
-    FW_LAUNCH(row_dots<false>, grid, dim3(kThreads), 0, stream, dout, out, delta, rows, shape.head_dim, dtype);
+    FW_LAUNCH(sparse_attention_row_dots<false>, grid, dim3(kThreads), 0, stream, dout, out, delta, rows, shape.head_dim, dtype);
   auto* const launch = head_dim <= 64 ? (vector ? launch_backward<64, true> : launch_backward<64, false>)
                                       : (vector ? launch_backward<128, true> : launch_backward<128, false>);
   launch(in, offsets, columns, transposed_offsets, transposed_columns, dq, dk, dv, batch, shape, stream);

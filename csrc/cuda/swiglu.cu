@@ -6,7 +6,7 @@ namespace {
 static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads) forward(const void* gate, const void* up, void* y, int64_t n, int dtype) {
+__global__ void __launch_bounds__(kThreads) swiglu_forward(const void* gate, const void* up, void* y, int64_t n, int dtype) {
   for (int64_t group = global_thread(); group * kGroup < n; group += global_threads()) {
     const Span span = span_of(group, 0, n);
     float g[kGroup], u[kGroup];
@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads) forward(const void* gate, const void
 }
 
 template <bool kVector>
-__global__ void __launch_bounds__(kThreads) backward(const void* dy, const void* gate, const void* up, void* dgate, void* dup, int64_t n,
-                                                     int dtype) {
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward(const void* dy, const void* gate, const void* up, void* dgate, void* dup, int64_t n, int dtype) {
   for (int64_t group = global_thread(); group * kGroup < n; group += global_threads()) {
     const Span span = span_of(group, 0, n);
     float d[kGroup], g[kGroup], u[kGroup];
@@ -46,19 +46,20 @@ FW_API int fw_swiglu_forward(const void* gate, const void* up, void* y, int64_t 
   if (n == 0) return 0;
   const dim3 grid(looping_grid(divide_up(n, kGroup))), block(kThreads);
   if (aligned_to_16(gate, up, y))
-    FW_LAUNCH(forward<true>, grid, block, 0, stream, gate, up, y, n, dtype);
+    FW_LAUNCH(swiglu_forward<true>, grid, block, 0, stream, gate, up, y, n, dtype);
   else
-    FW_LAUNCH(forward<false>, grid, block, 0, stream, gate, up, y, n, dtype);
+    FW_LAUNCH(swiglu_forward<false>, grid, block, 0, stream, gate, up, y, n, dtype);
   return FW_LAST_ERROR();
 }
 
-FW_API int fw_swiglu_backward(const void* dy, const void* gate, const void* up, void* dgate, void* dup, int64_t n, int dtype, void* stream) {
+FW_API int fw_swiglu_backward(const void* dy, const void* gate, const void* up, void* dgate, void* dup, int64_t n, int dtype,
+                              void* stream) {
   if (!is_dtype(dtype) || n < 0) return FW_INVALID;
   if (n == 0) return 0;
   const dim3 grid(looping_grid(divide_up(n, kGroup))), block(kThreads);
   if (aligned_to_16(dy, gate, up, dgate, dup))
-    FW_LAUNCH(backward<true>, grid, block, 0, stream, dy, gate, up, dgate, dup, n, dtype);
+    FW_LAUNCH(swiglu_backward<true>, grid, block, 0, stream, dy, gate, up, dgate, dup, n, dtype);
   else
-    FW_LAUNCH(backward<false>, grid, block, 0, stream, dy, gate, up, dgate, dup, n, dtype);
+    FW_LAUNCH(swiglu_backward<false>, grid, block, 0, stream, dy, gate, up, dgate, dup, n, dtype);
   return FW_LAST_ERROR();
 }

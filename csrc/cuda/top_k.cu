@@ -1,7 +1,7 @@
 // fw_top_k: keeps the k entries of each row that are largest in absolute value (Q-Sparse, arXiv:2407.10969) and makes the others 0.
 //
-// One block a row. The k-th largest is found by radix selection: the bits of |x| as an integer have the order of |x|, and four counts of eight
-// bits each narrow it down. Among entries equal to it, those with the lower index are kept, so that exactly k remain.
+// One block a row. The k-th largest is found by radix selection: the bits of |x| as an integer have the order of |x|, and four counts of
+// eight bits each narrow it down. Among entries equal to it, those with the lower index are kept, so that exactly k remain.
 #include "groups.h"
 #include "reduce.h"
 
@@ -9,18 +9,13 @@ namespace {
 
 constexpr int kBins = 256;
 
-static __device__ __forceinline__ float value_at(const void* row, int dtype, int64_t i) {
-  if (dtype == FW_F32) return static_cast<const float*>(row)[i];
-  return dtype == FW_BF16 ? to_float(static_cast<const bf16*>(row)[i]) : to_float(static_cast<const fp16*>(row)[i]);
-}
-
 static __device__ __forceinline__ uint32_t key_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 __global__ void __launch_bounds__(kThreads) top_k(const void* x, void* y, int64_t cols, int64_t k, int dtype) {
   FW_SHARED(int, counts, kBins);
   FW_SHARED(int64_t, found, 2);  // the chosen bin, and how many entries of it are kept
   FW_SHARED(int, of_warp, kWarps);
-  const int64_t bytes = dtype == FW_F32 ? 4 : 2;
+  const int64_t bytes = bytes_of(dtype);
   const char* row = static_cast<const char*>(x) + blockIdx.x * cols * bytes;
   char* out = static_cast<char*>(y) + blockIdx.x * cols * bytes;
 
@@ -30,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) top_k(const void* x, void* y, int64_
     for (int bin = threadIdx.x; bin < kBins; bin += kThreads) counts[bin] = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < cols; i += kThreads) {
-      const uint32_t key = key_of(value_at(row, dtype, i));
+      const uint32_t key = key_of(load_element(row, dtype, i));
       if ((key & decided) == chosen) atomicAdd(&counts[key >> shift & 255u], 1);
     }
     __syncthreads();
@@ -51,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) top_k(const void* x, void* y, int64_
   int64_t equal_before = 0;  // entries equal to the k-th largest in the tiles before
   for (int64_t tile = 0; tile < cols; tile += kThreads) {
     const int64_t i = tile + threadIdx.x;
-    const float value = i < cols ? value_at(row, dtype, i) : 0.0f;
+    const float value = i < cols ? load_element(row, dtype, i) : 0.0f;
     const bool equal = i < cols && key_of(value) == chosen;
     const unsigned votes = __ballot_sync(kAllLanes, equal);
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -66,12 +61,7 @@ __global__ void __launch_bounds__(kThreads) top_k(const void* x, void* y, int64_
     __syncthreads();
     if (i < cols) {
       const float kept = key_of(value) > chosen || (equal && equal_before + before < wanted) ? value : 0.0f;
-      if (dtype == FW_F32)
-        reinterpret_cast<float*>(out)[i] = kept;
-      else if (dtype == FW_BF16)
-        reinterpret_cast<bf16*>(out)[i] = from_float<bf16>(kept);
-      else
-        reinterpret_cast<fp16*>(out)[i] = from_float<fp16>(kept);
+      store_element(out, dtype, i, kept);
     }
     equal_before += in_tile;
   }

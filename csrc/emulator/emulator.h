@@ -1,7 +1,8 @@
-// CUDA's language for g++: what csrc/cuda/device.h includes when nvcc is not the compiler, so that the same .cu file runs on a CPU in tests.
+// CUDA's language for g++: what csrc/cuda/device.h includes when nvcc is not the compiler, so that the same .cu file runs on a CPU in
+// tests.
 //
-// Only what the kernels use is here; a missing intrinsic is a compile error, and is added below. Three macros of device.h stand for syntax that
-// g++ cannot read: FW_SHARED, FW_DYNAMIC_SHARED and FW_LAUNCH. Runtime and rules: runtime.h, README.md.
+// Only what the kernels use is here; a missing intrinsic is a compile error, and is added below. Three macros of device.h stand for syntax
+// that g++ cannot read: FW_SHARED, FW_DYNAMIC_SHARED and FW_LAUNCH. Runtime and rules: runtime.h, README.md.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -26,8 +27,8 @@
 #define gridDim (emulator::position.grid_size)
 
 // ---- vectors, aligned as on a device: the undefined-behaviour sanitizer finds misaligned ones
-#define FW_EMULATOR_VECTORS(type, name)                        \
-  struct alignas(2 * sizeof(type)) name##2 { type x, y; };       \
+#define FW_EMULATOR_VECTORS(type, name)                    \
+  struct alignas(2 * sizeof(type)) name##2 { type x, y; }; \
   struct alignas(4 * sizeof(type)) name##4 { type x, y, z, w; };
 FW_EMULATOR_VECTORS(float, float)
 FW_EMULATOR_VECTORS(int, int)

@@ -1,9 +1,10 @@
 // Fibers of the emulator (see fiber.h) and what the sanitizers are told about them.
 #include "fiber.h"
 
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <cstdlib>
-#include <sys/mman.h>
 #if defined(FW_EMULATOR_ASAN)
 #include <sanitizer/common_interface_defs.h>
 #endif

@@ -1,7 +1,7 @@
 // One CUDA thread of the emulator: a call stack that can be left in the middle of a kernel and entered again.
 //
-// All fibers of a launch run on the one operating-system thread that launched it; `launcher` is that thread's own stack. A switch saves the six
-// registers that a C function must preserve, so it costs a few nanoseconds and a block of 1024 threads is no burden.
+// All fibers of a launch run on the one operating-system thread that launched it; `launcher` is that thread's own stack. A switch saves the
+// six registers that a C function must preserve, so it costs a few nanoseconds and a block of 1024 threads is no burden.
 //
 // Unusual: address and thread sanitizer follow call stacks by themselves and must be told of each switch. The runtime is therefore compiled
 // WITHOUT -fsanitize, and told by FW_EMULATOR_ASAN or FW_EMULATOR_TSAN which sanitizer the kernels beside it carry.

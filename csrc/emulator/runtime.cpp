@@ -264,7 +264,8 @@ void* shared_memory(const void* key, size_t bytes) {
   if (block.shared_arrays == kMostSharedArrays) give_up("more shared arrays than the emulator follows");
   block.shared_bytes += bytes;
   if (block.shared_bytes > kSharedBytes)
-    give_up("more shared memory than a launch may use: " + std::to_string(block.shared_bytes) + " bytes of " + std::to_string(kSharedBytes));
+    give_up("more shared memory than a launch may use: " + std::to_string(block.shared_bytes) + " bytes of " +
+            std::to_string(kSharedBytes));
   SharedArray& array = block.shared[block.shared_arrays++];
   array = {key, poisoned(bytes)};
   return array.memory;

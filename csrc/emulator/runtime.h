@@ -1,11 +1,12 @@
 // What the emulator's header promises to kernels: where a thread is, barriers, exchange within a warp, shared memory, launches.
 //
 // A launch runs its blocks one after another; within a block every thread is a fiber that runs until it waits for others. Three schedules
-// (`fw_emulator_schedule`) run blocks and threads forwards, backwards or in a seeded random order: a kernel whose result depends on it has a race.
+// (`fw_emulator_schedule`) run blocks and threads forwards, backwards or in a seeded random order: a kernel whose result depends on it has
+// a race.
 //
-// A kernel that breaks a rule (divergent barrier, deadlock, bad mask, too much shared memory, impossible launch) is abandoned: the launch reports
-// what happened and at which source lines threads waited, `last_error` gives cudaErrorLaunchFailure or cudaErrorInvalidConfiguration once, and the
-// process lives on. What the rules are about is in csrc/emulator/README.md.
+// A kernel that breaks a rule (divergent barrier, deadlock, bad mask, too much shared memory, impossible launch) is abandoned: the launch
+// reports what happened and at which source lines threads waited, `last_error` gives cudaErrorLaunchFailure or
+// cudaErrorInvalidConfiguration once, and the process lives on. What the rules are about is in csrc/emulator/README.md.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -59,7 +60,7 @@ void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const Body& body
 }
 
 template <class T, int N>
-T (&shared_array(const void* key))[N] {
+auto shared_array(const void* key) -> T (&)[N] {
   return *reinterpret_cast<T(*)[N]>(shared_memory(key, sizeof(T) * N));
 }
 

@@ -1,11 +1,13 @@
 """Softmax cross-entropy on logits: per row log(sum(exp(logits))) - logits[label], without a second tensor of the logits' size in fp32.
 
-`cross_entropy_` writes the gradient over the logits in the same pass; it is what `linear_cross_entropy.py` calls chunk by chunk. `cross_entropy` is the same for
-autograd: it keeps the logits, and makes their gradient in the backward pass.
+`cross_entropy_` writes the gradient over the logits in the same pass; it is what `linear_cross_entropy.py` calls chunk by chunk.
+`cross_entropy` is the same for autograd: it keeps the logits, and makes their gradient in the backward pass.
 
-Tolerance against fp64 on the same inputs: the loss within 2e-6 of max(1, |loss|), the gradient within half a unit in the last place of its dtype plus 2e-6.
+Tolerance against fp64 on the same inputs: the loss within 2e-6 of max(1, |loss|), the gradient within half a unit in the last place of its
+dtype plus 2e-6.
 
-A row with label -100 has loss 0 and gradient 0. Other labels outside of the vocabulary give NaN where the kernel runs; the reference raises.
+A row with label -100 has loss 0 and gradient 0. Other labels outside of the vocabulary give NaN where the kernel runs; the reference
+raises.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ IGNORED_LABEL = -100
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, *, with_grad: bool = True, grad_factor: float = 1.0) -> Tensor:
-    """Loss [N] in fp32 (fp64 for fp64 logits). `logits` [N, V] becomes its gradient times `grad_factor`, unless `with_grad` is False. No autograd."""
+    """Loss [N] in fp32 (fp64 for fp64 logits), without autograd. `logits` [N, V] becomes its gradient times `grad_factor`, unless
+    `with_grad` is False."""
     library = library_for("fw_cross_entropy", logits=logits, labels=labels)
     if library is None:
         return cross_entropy_reference_(logits, labels, with_grad=with_grad, grad_factor=grad_factor)

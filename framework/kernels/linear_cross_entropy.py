@@ -7,9 +7,9 @@ Unusual: the gradients are computed in the forward pass, while a chunk's logits 
 saves the second matmul of a recomputation at no cost in memory: the loss is where a step's memory peaks either way. It also means that
 the backward pass does not read `weight`.
 
-Peak memory on top of the inputs: one chunk of logits in the compute dtype where the compiled softmax (`cross_entropy.py`) writes gradients over them,
-about 3 chunks in fp32 (3 x 128 MiB) elsewhere; the gradient of `weight` in fp32 with one product in the compute dtype beside it, and the
-gradient of `hidden`.
+Peak memory on top of the inputs: one chunk of logits in the compute dtype where the compiled softmax (`cross_entropy.py`) writes gradients
+over them, elsewhere that and 2 chunks in fp32 (2 x 128 MiB); the gradient of `weight` in fp32 with one product in the compute dtype beside
+it, and the gradient of `hidden`.
 
 Tolerance against fp64: that of the matmuls in the compute dtype; the softmax itself is exact to fp32 (`cross_entropy.py`).
 """

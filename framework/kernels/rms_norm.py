@@ -2,8 +2,8 @@
 
 y = s * rstd * weight,  rstd = 1 / sqrt(mean(s^2) + eps),  s = x or x + residual (rounded to the dtype first). Statistics and sums are fp32.
 
-Tolerance against fp64 on the same inputs: y and the gradient of x within half a unit in the last place of their dtype plus 2e-6 of the row's largest,
-the gradient of the weight within 1e-5 of its norm. Compiled sums have a fixed order: the same inputs give the same bits.
+Tolerance against fp64 on the same inputs: y and the gradient of x within half a unit in the last place of their dtype plus 2e-6 of the
+largest element, the gradient of the weight within 1e-5 of its norm. Compiled sums have a fixed order: the same inputs give the same bits.
 """
 
 from __future__ import annotations

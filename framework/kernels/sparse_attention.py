@@ -1,14 +1,16 @@
 """Block-sparse attention: each block of queries sees some blocks of keys, by a pattern that all heads share.
 
-`block_pattern` makes the usual patterns from three parts, of which any may be used: local (a window of blocks, Longformer, arXiv:2004.05150), strided (every
-n-th block, Sparse Transformer, arXiv:1904.10509) and global (the first blocks are seen by all and, without causality, see all).
+`block_pattern` makes the usual patterns from three parts, of which any may be used: local (a window of blocks, Longformer,
+arXiv:2004.05150), strided (every n-th block, Sparse Transformer, arXiv:1904.10509) and global (the first blocks are seen by all and,
+without causality, see all).
 
-Only blocks in the pattern are computed and no score leaves the chip; scores, softmax and sums are fp32. No atomics: the same inputs give the same bits.
-For dense causal attention use torch's scaled_dot_product_attention, which has tensor-core kernels.
+Only blocks in the pattern are computed and no score leaves the chip; scores, softmax and sums are fp32. No atomics: the same inputs give
+the same bits. For dense causal attention use torch's scaled_dot_product_attention, which has tensor-core kernels.
 
-Tolerance against fp64 on the same inputs: outputs and gradients within a unit in the last place of the dtype plus 1e-5 of the tensor's largest element.
+Tolerance against fp64 on the same inputs: output and gradient of v within a unit in the last place of the dtype plus 1e-5 of the tensor's
+largest element; gradients of q and k within 4 units of the largest element's last place, because the output enters them as it was rounded.
 
-Shapes: B batch, H query heads, K key/value heads (divides H), T tokens, D head_dim (at most 128, a multiple of 8; others use the reference).
+Shapes: B batch, H query heads, K key/value heads (divides H), T tokens, D head_dim (a multiple of 8 up to 128; others use the reference).
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pattern: BlockPattern, *, 
     """
     tokens, head_dim = q.shape[2:]
     if tokens > pattern.layout.shape[0] * pattern.block:
-        raise KernelError(f"sparse_attention: got {tokens} tokens, expected at most {pattern.layout.shape[0] * pattern.block} for this pattern.")
+        most = pattern.layout.shape[0] * pattern.block
+        raise KernelError(f"sparse_attention: got {tokens} tokens, expected at most {most} for this pattern.")
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if not is_compiled("fw_sparse_attention_forward", q, k, v) or head_dim > 128 or head_dim % 8:
         return sparse_attention_reference(q, k, v, pattern, scale=scale, causal=causal)
@@ -180,7 +183,8 @@ def _gradients(ctx, dout: Tensor | None, _: Tensor | None) -> tuple:
 
 _TABLES = "Tensor offsets, Tensor columns, Tensor rows_of, Tensor rows, int block, float scale, bool causal"
 _sparse_attention_backward = layer_op(
-    f"sparse_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, {_TABLES}) -> (Tensor, Tensor, Tensor)",
+    f"sparse_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, {_TABLES})"
+    " -> (Tensor, Tensor, Tensor)",
     _backward,
     lambda dout, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )

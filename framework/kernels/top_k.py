@@ -1,6 +1,7 @@
 """Top-k activation sparsity (Q-Sparse, arXiv:2407.10969): of each row only the k entries that are largest in absolute value remain.
 
-Tolerance: none. Of entries that are equal in absolute value those with the lower index are kept, so exactly k remain; NaN counts as largest.
+Tolerance: none. Of entries that are equal in absolute value those with the lower index are kept, so exactly k remain. NaN counts as
+largest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from framework.kernels.library import KernelError, dtype_code, library_for, stre
 def top_k(x: Tensor, k: int, *, straight_through: bool = False) -> Tensor:
     """`x` [..., cols] with all but the k largest |x| of each row 0; 1 <= k <= cols.
 
-    The gradient passes where the output is not 0, or everywhere with `straight_through`, as in the paper, so that what is switched off still learns.
+    The gradient passes where the output is not 0, or everywhere with `straight_through`, as in the paper: what is off still learns.
     """
     if not 1 <= k <= x.shape[-1]:
         raise KernelError(f"top_k: got k={k}, expected 1 to {x.shape[-1]}, the row's length.")

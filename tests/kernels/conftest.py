@@ -1,4 +1,4 @@
-"""The compiled kernels, built from the sources at hand, for every test in this folder: those for the CPU, and the CUDA kernels emulated on it.
+"""The compiled kernels, built from the sources at hand, for every test in this folder: for the CPU, and CUDA emulated on the CPU.
 
 The build folder is one of the checkout and kept, so that only the first session compiles (half a minute). Without a compiler the references
 are tested alone.

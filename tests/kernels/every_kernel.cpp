@@ -1,7 +1,7 @@
 // Calls every function of the CUDA library once or twice on small tensors of exactly the size it may touch, for runs under the sanitizers.
 //
-// Values are looked at by the Python tests; here only what a sanitizer sees counts. Tensors are separate allocations, so that one element too far
-// is another's red zone; `Tensor(n, 1)` starts off a multiple of 16 bytes and takes the kernels down their scalar path.
+// Values are looked at by the Python tests; here only what a sanitizer sees counts. Tensors are separate allocations, so that one element
+// too far is another's red zone; `Tensor(n, 1)` starts off a multiple of 16 bytes and takes the kernels down their scalar path.
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
@@ -42,7 +42,8 @@ struct Any {
   bool is_wide;
 
   Any(int dtype, int64_t n, int offset = 0)
-      : wide(dtype == FW_F32 ? n : 0, dtype == FW_F32 ? offset : 0), narrow(dtype == FW_F32 ? 0 : n, dtype == FW_F32 ? 0 : offset, kOne[dtype]),
+      : wide(dtype == FW_F32 ? n : 0, dtype == FW_F32 ? offset : 0),
+        narrow(dtype == FW_F32 ? 0 : n, dtype == FW_F32 ? 0 : offset, kOne[dtype]),
         is_wide(dtype == FW_F32) {}
   operator void*() const { return is_wide ? static_cast<void*>(wide.get()) : static_cast<void*>(narrow.get()); }
 };
@@ -125,8 +126,8 @@ void attention(int dtype, int offset, int64_t width) {
   const int32_t offsets[] = {0, 1, 3}, columns[] = {0, 0, 1}, transposed_offsets[] = {0, 2, 3}, transposed_columns[] = {0, 1, 1};
   RUN(fw_sparse_attention_forward(q, k, v, offsets, columns, out, log_sum_exp, batch, heads, kv_heads, tokens, width, block, 0.1f, 1, dtype,
                                   nullptr));
-  RUN(fw_sparse_attention_backward(q, q, k, v, out, log_sum_exp, offsets, columns, transposed_offsets, transposed_columns, dq, dk, dv, delta,
-                                   batch, heads, kv_heads, tokens, width, block, 0.1f, 1, dtype, nullptr));
+  RUN(fw_sparse_attention_backward(q, q, k, v, out, log_sum_exp, offsets, columns, transposed_offsets, transposed_columns, dq, dk, dv,
+                                   delta, batch, heads, kv_heads, tokens, width, block, 0.1f, 1, dtype, nullptr));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Kernels with one fault each, of the kinds that the emulator and the sanitizers are there to find. tests/kernels/test_sanitizers.py says which
-// build must report which.
+// Kernels with one fault each, of the kinds that the emulator and the sanitizers are there to find. tests/kernels/test_sanitizers.py says
+// which build must report which.
 #include <stdlib.h>
 #include <string.h>
 
@@ -36,8 +36,7 @@ __global__ void out_of_bounds_shared(float* y) {
 __global__ void misaligned(const float* x, float* y) { y[threadIdx.x] = reinterpret_cast<const float4*>(x + 1)[threadIdx.x].x; }
 
 __global__ void divergent_barrier(float* y) {
-  if (threadIdx.x < 16)
-    __syncthreads();
+  if (threadIdx.x < 16) __syncthreads();
   y[threadIdx.x] = 1.0f;
   __syncthreads();
 }

@@ -43,9 +43,9 @@ def test_square_sum_neither_overflows_nor_hides_what_is_not_finite(device):
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 def test_a_cast_is_torchs_bit_for_bit(device, source: torch.dtype, target: torch.dtype):
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 65504, 65520, 1e38, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 6e-8, 2e-5])
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 65504, 65520, 1e38, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 6e-8, 2e-5]
     for place in (torch.Tensor.clone, unaligned):
-        for x in (special, randn(1003, scale=100), randn(0)):
+        for x in (torch.tensor(special), randn(1003, scale=100), randn(0)):
             src = place(x.to(source).to(device))
             dst = place(torch.zeros(x.numel(), dtype=target, device=device))
             cast_(dst, src)

@@ -19,7 +19,9 @@ BETAS = 0.9, 0.999
 def ranges(numel: int) -> list[ShardRange]:
     """With a gap, an empty range, edges that are no multiples of anything, and settings of their own."""
     cuts = [(0, 1), (3, 40), (41, 41), (64, numel * 2 // 3), (numel * 2 // 3, numel)] if numel > 64 else [(0, numel)]
-    return [adam_range(start, stop, lr=0.01 * (i + 1), weight_decay=0.1 * (i % 2), step=3, betas=BETAS) for i, (start, stop) in enumerate(cuts)]
+    return [
+        adam_range(*cut, lr=0.01 * (number + 1), weight_decay=0.1 * (number % 2), step=3, betas=BETAS) for number, cut in enumerate(cuts)
+    ]
 
 
 def run(step, device: torch.device, numel: int, dtype: torch.dtype, split: bool, start_off: bool, states: int, **arguments) -> list[Tensor]:
@@ -82,8 +84,9 @@ def test_many_ranges_take_several_launches(device):
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), float("-inf")])
 def test_a_factor_that_is_not_finite_changes_nothing(device, factor: float):
     for name, (step, _, states, arguments) in OPTIMIZERS.items():
-        nothing = run(lambda *_, **__: None, device, 300, torch.bfloat16, False, False, states)
-        skipped = run(step, device, 300, torch.bfloat16, False, False, states, grad_factor=torch.tensor([factor], device=device), **arguments)
+        given = device, 300, torch.bfloat16, False, False, states
+        nothing = run(lambda *_, **__: None, *given)
+        skipped = run(step, *given, grad_factor=torch.tensor([factor], device=device), **arguments)
         assert all(torch.equal(got, want) for got, want in zip(skipped, nothing, strict=True)), name
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from framework.checkpoint.export import export_folder
+from framework.config.errors import Problem, UserError
 from framework.config.hardware import world_size
-from framework.config.schema import RecipeConfig
+from framework.config.schema import KernelsConfig, RecipeConfig
 from framework.data.batches import EvalBatches, StepBatches
 from framework.data.dataset import TokenDataset
 from framework.data.prepare import Prepared, prepare
 from framework.data.show import render_sample
+from framework.kernels.library import choose, missing
 from framework.models.pretrained import Pretrained, open_pretrained
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
@@ -123,10 +125,20 @@ def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Pla
 
 
 def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepared, world_size: int) -> Plan:
-    """The plan, which every rank computes for itself. Raises UserError where recipe, model and data do not fit together."""
+    """The plan, which every rank computes for itself. Raises UserError where recipe, model, data and machine do not fit together."""
     architecture = recipe.model.arch if pretrained is None else pretrained.config
     validation = None if prepared.validation is None else facts_of(prepared.validation)
-    return make_plan(recipe, architecture, facts_of(prepared.train), validation, world_size)
+    plan = make_plan(recipe, architecture, facts_of(prepared.train), validation, world_size)
+    choose_kernels(recipe.kernels, plan.device_type)
+    return plan
+
+
+def choose_kernels(config: KernelsConfig, device_type: str) -> None:
+    """For this process. Raises UserError where compiled kernels are demanded and there are none."""
+    choose(config.mode)
+    if config.mode == "compiled" and (why_not := missing(device_type)) is not None:
+        expected = "auto, or an installation with kernels (csrc/README.md)"
+        raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
 
 
 def facts_of(dataset: TokenDataset) -> DataFacts:

@@ -249,6 +249,15 @@ class LoggerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelsConfig:
+    """Group `kernels`: what computes norms, rotations, SwiGLU, losses and optimizer steps."""
+
+    mode: Literal["auto", "reference", "compiled"] = "auto"
+    """auto: our compiled kernels where they were built and take the data type, else plain torch; reference: plain torch; compiled:
+    an error where that would be plain torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """The whole of a recipe."""
 
@@ -268,3 +277,4 @@ class RecipeConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)

@@ -174,6 +174,20 @@ def status() -> dict[str, str]:
     return rows
 
 
+def missing(device_type: str) -> str | None:
+    """Why there is no library for `cpu` or `cuda`; None if there is one."""
+    library = _load(device_type)
+    return library if isinstance(library, str) else None
+
+
+def used_on(device_type: str) -> str:
+    """For people, before a run: what computes on `cpu` or `cuda`, and why it is not the kernels."""
+    if _mode == "reference":
+        return "plain torch (kernels=reference)"
+    library = _load(device_type)
+    return f"plain torch, because {library}" if isinstance(library, str) else f"compiled, {library.description}"
+
+
 @contextlib.contextmanager
 def substitute(device_type: str, library: Library) -> Iterator[None]:
     """For tests: use `library` for tensors on `device_type`."""

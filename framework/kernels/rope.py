@@ -3,8 +3,8 @@
 Pairs (i, i + D/2) of a head are turned by their position's angle: the layout of Hugging Face weights. The head dimension
 comes after the tokens, before any transpose, and the tables have half the width, without repetition.
 
-Tolerance against fp64 on the same inputs: half a unit in the last place of the dtype plus 3e-7 of the pair's length. The reference rounds cos, sin and each
-product to the dtype.
+Tolerance against fp64 on the same inputs: half a unit in the last place of the dtype plus 3e-7 of the pair's length. The reference
+rounds cos, sin and each product to the dtype.
 
 Shapes: B batch, T tokens, H heads, D head_dim (even).
 """

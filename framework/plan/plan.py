@@ -52,6 +52,11 @@ class Plan:
         return sum(layout.numel for unit in self.units for layout in unit.layouts if layout.requires_grad)
 
     @property
+    def device_type(self) -> str:
+        """Where this machine's ranks compute: cpu or cuda."""
+        return "cuda" if self.recipe.trainer.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+
+    @property
     def tokens_per_step(self) -> float:
         """Tokens of a full global batch, on average."""
         return self.train.tokens / self.train.samples * min(self.batch.global_batch_size, self.train.samples)
@@ -74,7 +79,7 @@ class Plan:
             master_itemsize=master,
             optimizer_itemsize=2 * master,
             prefetch_bytes=zero.prefetch_bytes,
-            messages=self.recipe.trainer.accelerator != "cuda" and not torch.cuda.is_available(),
+            messages=self.device_type == "cpu",
         )
 
     @property

@@ -44,7 +44,8 @@ class FlatAdamW:
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
         """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""
         plain = type(optimizer) is torch.optim.AdamW and not any(
-            isinstance(group["lr"], torch.Tensor) or any(group.get(option) for option in OTHER_ARITHMETIC) for group in optimizer.param_groups
+            isinstance(group["lr"], torch.Tensor) or any(group.get(option) for option in OTHER_ARITHMETIC)
+            for group in optimizer.param_groups
         )
         return plain and all(library_for("fw_adamw", buffer.master, buffer.shard) is not None for buffer in buffers)
 

@@ -119,22 +119,36 @@ def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) 
     Tensors are checked whatever the mode, so that what works with the references works with the libraries: KernelError if they are on
     different devices or not contiguous. What is given by name is called so in the message. None stands for an argument that was left out.
     """
-    given = {f"tensor {position}": tensor for position, tensor in enumerate(tensors, 1)} | named
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    device = _one_device(function, given)
-    for name, tensor in given.items():
+    if tensors:
+        named = {f"tensor {position}": tensor for position, tensor in enumerate(tensors, 1)} | named
+    device = None
+    unknown = None  # a tensor whose dtype the kernels do not know
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            if device is not None:
+                raise KernelError(_devices(function, named))
+            device = tensor.device
         if not tensor.is_contiguous():
             shape, strides = list(tensor.shape), list(tensor.stride())
             raise KernelError(f"{function}: {name} is not contiguous (shape {shape}, strides {strides}). Pass {name}.contiguous().")
-    if _mode == "reference" or device == "meta":
+        if tensor.dtype not in DTYPE_CODES and tensor.is_floating_point():
+            unknown = name
+    if _mode == "reference" or device is None or device.type == "meta":
         return None
-    library = _substitutes.get(device) or _load(device)
-    why_not = _why_not(function, library, given)
-    if why_not is None:
+    library = _substitutes.get(device.type) or _load(device.type)
+    if unknown is None and not isinstance(library, str) and library.has(function):
         return library
-    if _mode == "compiled":
-        raise KernelError(f"kernels=compiled, but {function} cannot be used: {why_not}. {HOW_TO_BUILD}")
-    return None
+    if _mode == "auto":
+        return None
+    if isinstance(library, str):
+        why_not = library
+    elif not library.has(function):
+        why_not = f"{library.path} does not have it"
+    else:
+        why_not = f"{unknown} is {named[unknown].dtype}, and the kernels know {', '.join(map(str, DTYPE_CODES))}"
+    raise KernelError(f"kernels=compiled, but {function} cannot be used: {why_not}. {HOW_TO_BUILD}")
 
 
 def stream_of(tensor: Tensor) -> int | None:
@@ -209,19 +223,6 @@ def _try_to_load(name: str) -> Library | str:
         return f"{paths[0]} cannot be used: {error}"
 
 
-def _one_device(function: str, given: dict[str, Tensor]) -> str:
-    devices = {tensor.device for tensor in given.values()}
-    if len(devices) != 1:
-        raise KernelError(f"{function}: got {', '.join(f'{name} on {t.device}' for name, t in given.items())}, expected one device.")
-    return devices.pop().type
-
-
-def _why_not(function: str, library: Library | str, given: dict[str, Tensor]) -> str | None:
-    if isinstance(library, str):
-        return library
-    if not library.has(function):
-        return f"{library.path} does not have it"
-    for name, tensor in given.items():
-        if tensor.is_floating_point() and tensor.dtype not in DTYPE_CODES:
-            return f"{name} is {tensor.dtype}, and the kernels know {', '.join(str(dtype) for dtype in DTYPE_CODES)}"
-    return None
+def _devices(function: str, named: dict[str, Tensor | None]) -> str:
+    places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items() if tensor is not None)
+    return f"{function}: got {places}, expected one device."

@@ -129,9 +129,8 @@ class Arguments:
     """ctypes structures for copies and ranges; they must live as long as the call."""
 
     def __init__(self, copies: ShardCopies | None, ranges: Sequence[ShardRange]) -> None:
-        self.ranges = (Range * len(ranges))(
-            *((one.start, one.stop, one.lr, one.weight_decay, one.bias_correction1, one.bias_correction2_sqrt) for one in ranges)
-        )
+        rows = [(one.start, one.stop, one.lr, one.weight_decay, one.bias_correction1, one.bias_correction2_sqrt) for one in ranges]
+        self.ranges = (Range * len(rows))(*rows)
         self.copies = None
         if copies is not None:
             dtype = 0 if copies.data is None else dtype_code(copies.data.dtype)

@@ -39,7 +39,7 @@ static void unpack_int4(const uint8_t* packed, int64_t count, int8_t* out) {
 }
 
 static void pack_int4(const int8_t* q, int64_t count, uint8_t* packed) {
-    for (int64_t i = 0; i < count / 2; ++i) packed[i] = (uint8_t)((q[2 * i] & 15) | (q[2 * i + 1] << 4));
+    for (int64_t i = 0; i < count / 2; ++i) packed[i] = (uint8_t)((q[2 * i] & 15) | ((uint8_t)q[2 * i + 1] << 4));
     if (count % 2) packed[count / 2] = (uint8_t)(q[count - 1] & 15);
 }
 

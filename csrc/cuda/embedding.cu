@@ -18,7 +18,7 @@ struct Runs {
 };
 
 // blockIdx.x: chunk, blockIdx.y: kThreads columns. partial: [chunks, 2, cols]; 0 for the run that came in, 1 for the one that goes on.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     embedding_sum_chunks(Runs runs, const void* dy, void* dweight, float* partial, int64_t cols, int dtype) {
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   if (column >= cols) return;

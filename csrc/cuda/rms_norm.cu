@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_forward(const void* x, cons
 
 // The weight's gradient of one thread's columns over the rows of its team: in shared memory if it fits, else in `partial` itself.
 template <int kTeam, bool kShared, bool kVector>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     rms_norm_backward(const void* dy, const void* dsum, const void* normed, const void* weight, const float* rstd, void* dx, float* partial,
                       int64_t rows, int64_t cols, int dtype) {
   constexpr int kTeams = kThreads / kTeam;

@@ -12,7 +12,7 @@
  *   - Nothing allocates, keeps a pointer, or waits for the device.
  *   - Arithmetic is fp32 whatever the dtype of the tensors, unless it says otherwise. Rounding to bf16 and fp16 is to nearest even. The
  *     functions with sums of many elements or exponentials state their error.
- *   - fp32 denormals (below 1.18e-38) count as zero in the arithmetic of all functions but fw_cast and fw_square_sum: moments that decay
+ *   - fp32 denormals (below 1.18e-38) may count as zero in all functions but fw_cast and fw_square_sum, and do on a CPU: moments that decay
  *     into denormals make a CPU 10 to 25 times slower otherwise.
  */
 #ifndef FRAMEWORK_KERNELS_H

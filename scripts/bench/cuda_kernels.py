@@ -3,9 +3,8 @@
     python scripts/bench/cuda_kernels.py                 a table, and with --json FILE the same numbers
     python scripts/bench/cuda_kernels.py --emulated      on the CPU through the emulator, tiny sizes: shows that it runs, times mean nothing
 
-`floor ms` is bytes / the bandwidth of a large device-to-device copy, measured first; `of floor` is how close the kernel comes to it.
-Sizes are those of an 8B Llama on 8192 tokens. Times are medians of launches timed one by one with events, after the caches were filled
-with other data.
+`floor ms` is bytes / the bandwidth of a large device-to-device copy, measured first; `of floor` is how close the kernel comes to it. Sizes
+are those of an 8B Llama on 8192 tokens. Times are medians of launches timed one by one with events, after other data filled the caches.
 """
 
 from __future__ import annotations

@@ -255,8 +255,9 @@ class FlatBuffer:
                 "use it in that forward, or make the method that uses it an entry with engine.wrap_method(...)"
             )
         self._make_room()
+        grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         target = self.grad_full[slot.offset : slot.stop].view(slot.shape)
-        target.add_(parameter.grad) if index in self.written else target.copy_(parameter.grad)
+        target.add_(grad) if index in self.written else target.copy_(grad)
         self.written.add(index)
         self.used.add(index)
         parameter.grad = None

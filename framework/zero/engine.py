@@ -385,8 +385,14 @@ class ZeroEngine:
                 buffer.bind(old)
             buffers.append(buffer)
             self.buffers.append(buffer)
-        was_meta = any(originals[slot.name].is_meta for layout in planned.layouts for slot in layout.slots)
-        if was_meta and read is None and self.device.type != "meta":
+        slots = [slot for layout in planned.layouts for slot in layout.slots]
+        on_meta = [slot.name for slot in slots if originals[slot.name].is_meta]
+        if on_meta and read is None and self.device.type != "meta":
+            if real := [slot.name for slot in slots if slot.name not in on_meta]:
+                raise ValueError(
+                    f"{on_meta[0]} is on the meta device and {real[0]}, which is initialised with it, is not: build all of "
+                    f"{planned.name or 'the model'} on the meta device or nothing of it, or give the engine a `read` function"
+                )
             load.fill_by_reset(self.module, buffers, seed)
         for buffer in buffers:
             buffer.release()

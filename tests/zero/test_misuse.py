@@ -158,6 +158,25 @@ def test_a_bad_step_that_only_the_device_knows_of_is_raised_before_state_is_give
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+def test_sparse_gradients_of_an_embedding_train_like_dense_ones(stage: int) -> None:
+    ends = []
+    for sparse in (False, True):
+        model = zoo.make("Plain", torch.float32)
+        model.embed.sparse = sparse
+        engine = ZeroEngine(model, ZeroConfig(stage=stage), optimizer=zoo.adamw(model))
+        step(engine)
+        ends.append(dict(engine.full_tensors())["embed.weight"])
+    assert torch.equal(*ends)
+
+
+def test_a_block_that_is_half_on_the_meta_device_is_refused_and_not_initialised_anew() -> None:
+    model = zoo.make("Plain", torch.float32)
+    model.blocks[1].up.to("meta")
+    with pytest.raises(ValueError, match="blocks.1.up.weight is on the meta device and blocks.1.norm.weight"):
+        ZeroEngine(model, ZeroConfig(stage=3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_deep_copy_is_an_ordinary_module(stage: int) -> None:
     model, engine = make("Plain", stage)
     with engine.gathered():

@@ -10,7 +10,6 @@
 #include "quantize.h"
 
 constexpr int kTableRanges = 90;  // with the other arguments just below the 4 KiB of parameters that every device takes
-constexpr int64_t kTile = static_cast<int64_t>(kThreads) * kGroup;
 
 struct Range {
   int64_t first_tile;  // number of the block that does the first tile of this range

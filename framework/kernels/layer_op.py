@@ -6,6 +6,7 @@ gradient is wanted.
 
 Unusual: each layer decides twice. Its face asks `is_compiled` and takes the plain-torch reference, with torch's own autograd, where there
 is no compiled function; the operation itself also works without one, because a graph that was traced on one machine may run on another.
+A compiled graph keeps the choice between operation and reference that was made when it was traced.
 """
 
 from __future__ import annotations

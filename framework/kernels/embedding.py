@@ -1,7 +1,7 @@
 """Embedding lookup whose gradient is the same bits in every run.
 
-torch sums the rows of a repeated token with atomic additions on CUDA, in an order that differs from run to run. Here tokens are sorted by
-id and summed in their order in the batch, in fp32, rounded once.
+Tokens are sorted by id and summed in their order in the batch, in fp32, rounded once: no atomic additions, whose order differs from run
+to run.
 
 Tolerance of the gradient against fp64: half a unit in the last place of the dtype plus 1e-6 of the sum of absolute values.
 """

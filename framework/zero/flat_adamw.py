@@ -1,8 +1,9 @@
 """AdamW over whole buffers by our own kernel: one pass reads the gradient, scales and clips it, updates moments and master, and writes
 the parameters in the compute dtype.
 
-The torch optimizer stays what users see: `lr` is set in its groups, and its state holds the moments, which are views of one flat tensor per
-buffer. Only its loop over parameters is replaced, where it is a plain `torch.optim.AdamW` and a compiled kernel is there.
+The torch optimizer stays what users see: `lr` is set in its groups, and its state holds the moments, which are views of one flat tensor
+per buffer, from its first parameter to its last. Only its loop over parameters is replaced, where it is a plain `torch.optim.AdamW` and a
+compiled kernel is there.
 
 Unusual: neighbours in a buffer that have the same settings are updated as one range, across the gap between them: zeros stay zeros.
 """
@@ -55,6 +56,7 @@ class FlatAdamW:
         self._shards: dict[FlatBuffer, list[_Shard]] = {}
         for buffer, slot, piece, parameter in pieces:
             self._shards.setdefault(buffer, []).append(_Shard(slot, piece, parameter, group_of[id(parameter)]))
+        self._extents = {b: slice(s[0].piece.shard_start, s[-1].piece.shard_stop) for b, s in self._shards.items()}
         self._moments: dict[FlatBuffer, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def step(self, factor: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
@@ -64,15 +66,17 @@ class FlatAdamW:
             used = [shard for shard in shards if is_used[offsets[id(buffer)] + shard.slot]]
             if not used:
                 continue
+            extent = self._extents[buffer]
+            master, grad = buffer.master[extent], buffer.grad[extent]
             if buffer not in self._moments:
-                self._moments[buffer] = (torch.zeros_like(buffer.master), torch.zeros_like(buffer.master))
-            exp_avg, exp_avg_sq = self._moments[buffer]
-            copies = ShardCopies(data=buffer.shard) if buffer.shard is not buffer.master else None
+                self._moments[buffer] = (torch.zeros_like(master), torch.zeros_like(master))
+            moments = self._moments[buffer]
+            copies = ShardCopies(data=buffer.shard[extent]) if buffer.shard is not buffer.master else None
             for (betas, eps), ranges in self._ranges(buffer, used).items():
-                adamw_(buffer.master, exp_avg, exp_avg_sq, buffer.grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
+                adamw_(master, *moments, grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
 
     def _ranges(self, buffer: FlatBuffer, used: list[_Shard]) -> dict[tuple[tuple[float, float], float], list[ShardRange]]:
-        """By (betas, eps): what is updated, in order, neighbours as one."""
+        """By (betas, eps): what is updated, in order, neighbours as one; counted from the beginning of the buffer's extent."""
         settings: dict[tuple[int, int], ShardRange] = {}
         calls: dict[tuple[tuple[float, float], float], list[ShardRange]] = {}
         for shard in used:
@@ -82,18 +86,23 @@ class FlatAdamW:
                 options = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "betas": group["betas"]}
                 settings[key] = adam_range(0, 0, step=shard.steps, **options)
             ranges = calls.setdefault((tuple(group["betas"]), group["eps"]), [])
-            start = shard.piece.shard_start
+            start, stop = self._located(buffer, shard)
             if ranges and _same(ranges[-1], settings[key]) and start - ranges[-1].stop < ALIGN:
                 start = ranges.pop().start
             one = settings[key]
             corrections = {"bias_correction1": one.bias_correction1, "bias_correction2_sqrt": one.bias_correction2_sqrt}
-            ranges.append(ShardRange(start=start, stop=shard.piece.shard_stop, lr=one.lr, weight_decay=one.weight_decay, **corrections))
+            ranges.append(ShardRange(start=start, stop=stop, lr=one.lr, weight_decay=one.weight_decay, **corrections))
         return calls
+
+    def _located(self, buffer: FlatBuffer, shard: _Shard) -> tuple[int, int]:
+        """Where `shard` lies, counted from the beginning of the buffer's extent."""
+        begin = self._extents[buffer].start
+        return shard.piece.shard_start - begin, shard.piece.shard_stop - begin
 
     def _count(self, buffer: FlatBuffer, shard: _Shard) -> None:
         """One step more for `shard`, whose state is made, or taken over where it was loaded."""
         if shard.state is None or self._torch.state.get(shard.parameter) is not shard.state:
-            at = slice(shard.piece.shard_start, shard.piece.shard_stop)
+            at = slice(*self._located(buffer, shard))
             moments = {key: flat[at] for key, flat in zip(("exp_avg", "exp_avg_sq"), self._moments[buffer], strict=True)}
             loaded = self._torch.state.get(shard.parameter) or {}
             for key, moment in moments.items():

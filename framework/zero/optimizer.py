@@ -120,4 +120,6 @@ class ShardedOptimizer:
 
     @property
     def state_nbytes(self) -> int:
-        return sum(value.nbytes for state in self.torch.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+        """Bytes of all optimizer state; of a tensor that several parameters have views of, all of it, once."""
+        values = [value for state in self.torch.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}.values())

@@ -21,7 +21,8 @@ extern "C" {
 
 int fw_rms_norm_forward(const void* x, const void* residual, const void* weight, void* y, void* sum, float* rstd, int64_t rows, int64_t cols,
                         float eps, int dtype, void*) {
-    if (!known(dtype) || rows < 0 || cols < 1 || (residual == nullptr) != (sum == nullptr)) return FW_INVALID;
+    if (!known(dtype) || rows < 0 || cols < 0 || (residual == nullptr) != (sum == nullptr)) return FW_INVALID;
+    if (cols == 0) return 0;
     const Loops& loops = chosen_loops();
     split(rows, 1, least_rows(cols), Denormals::kFlush, [&](int64_t begin, int64_t end) {
         loops.rms_norm_forward(x, residual, weight, y, sum, rstd, cols, eps, dtype, begin, end);
@@ -32,7 +33,8 @@ int fw_rms_norm_forward(const void* x, const void* residual, const void* weight,
 /* Rows are dealt to the n_partial rows of `partial`, and these to threads: the sums are the same for any number of threads. */
 int fw_rms_norm_backward(const void* dy, const void* dsum, const void* x_or_sum, const void* weight, const float* rstd, void* dx,
                          float* dweight, float* partial, int64_t n_partial, int64_t rows, int64_t cols, int dtype, void*) {
-    if (!known(dtype) || rows < 0 || cols < 1 || n_partial < 1) return FW_INVALID;
+    if (!known(dtype) || rows < 0 || cols < 0 || n_partial < 1) return FW_INVALID;
+    if (cols == 0) return 0;
     const Loops& loops = chosen_loops();
     const int64_t rows_per_partial = (rows + n_partial - 1) / n_partial;
     const int64_t least = rows_per_partial ? (least_rows(cols) + rows_per_partial - 1) / rows_per_partial : n_partial;

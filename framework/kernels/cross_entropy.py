@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.kernels.layer_op import is_compiled, layer_op
-from framework.kernels.library import dtype_code, library_for, stream_of
+from framework.kernels.library import KernelError, dtype_code, library_for, stream_of
 
 IGNORED_LABEL = -100
 
@@ -26,6 +26,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, with_grad: bool = True, gr
     """Loss [N] in fp32 (fp64 for fp64 logits), without autograd. `logits` [N, V] becomes its gradient times `grad_factor`, unless
     `with_grad` is False."""
     library = library_for("fw_cross_entropy", logits=logits, labels=labels)
+    if labels.dtype != torch.int64 or labels.shape != logits.shape[:1]:
+        raise KernelError(f"got labels {list(labels.shape)} in {labels.dtype}, expected [{logits.shape[0]}] in torch.int64.")
     if library is None:
         return cross_entropy_reference_(logits, labels, with_grad=with_grad, grad_factor=grad_factor)
     rows, vocabulary = logits.shape
@@ -65,9 +67,9 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _backward(dloss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    grad = logits.clone()
+    grad = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)  # rounded once, at the end
     cross_entropy_(grad, labels)
-    return grad.mul_(dloss[:, None].to(grad.dtype))
+    return grad.mul_(dloss[:, None]).to(logits.dtype)
 
 
 _cross_entropy_backward = layer_op(

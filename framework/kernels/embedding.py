@@ -23,7 +23,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_index: int = -1) -> Tensor:
     """Rows of `weight` [V, cols] by `ids` [...] int64, each in [0, V): [..., cols]. The row `padding_index` (-1: none) gets no gradient."""
     if not is_compiled("fw_embedding_backward", weight):
         return embedding_reference(ids, weight, padding_index)
-    return _embedding(ids, weight, padding_index)
+    return _embedding(ids.long(), weight, padding_index)
 
 
 def embedding_reference(ids: Tensor, weight: Tensor, padding_index: int = -1) -> Tensor:

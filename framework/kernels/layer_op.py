@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from framework.kernels.library import library_for
+from framework.kernels.library import KernelError, library_for, mode
 
 _OPERATIONS = torch.library.Library("framework", "FRAGMENT")
 
 
 def is_compiled(function: str, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether `function` of the compiled library takes tensors like `x`. Mixed dtypes are the reference's business."""
-    if any(other is not None and other.dtype != x.dtype for other in others):
+    """Whether `function` of the compiled library takes tensors like `x`. Mixed dtypes are the reference's business, but an error under
+    kernels=compiled."""
+    if other := next((other for other in others if other is not None and other.dtype != x.dtype), None):
+        if mode() == "compiled":
+            raise KernelError(f"kernels=compiled, but {function} takes tensors of one dtype, and got {x.dtype} with {other.dtype}.")
         return False
     return _is_compiled(function, x.device.type, x.dtype)
 
@@ -63,7 +67,7 @@ def layer_op(
         function = None
     else:
         torch.library.register_autograd(f"framework::{name}", backward, setup_context=setup_context, lib=_OPERATIONS)
-        members = {"forward": implementation, "setup_context": setup_context, "backward": backward}
+        members = {"forward": implementation, "setup_context": setup_context, "backward": once_differentiable(backward)}
         function = type(name, (torch.autograd.Function,), {key: staticmethod(member) for key, member in members.items()})
     operation = getattr(torch.ops.framework, name).default
 

@@ -40,6 +40,7 @@ MEANINGS = {
     35: "the NVIDIA driver is older than the CUDA version that the kernels were built with",
     98: "the kernels were not built for this GPU",
     100: "no GPU was found",
+    400: "a stream of another device than the current one",
     209: "the kernels were not built for this GPU",
     700: "an illegal memory access on the GPU, perhaps by an earlier kernel",
     716: "a misaligned address on the GPU, perhaps by an earlier kernel",
@@ -155,6 +156,9 @@ def stream_of(tensor: Tensor) -> int | None:
     """The address of the CUDA stream that torch uses now on the tensor's device; None on the CPU."""
     if tensor.device.type != "cuda":
         return None
+    if tensor.device.index != torch.cuda.current_device():  # it would run on the current one, on addresses of another
+        current = torch.cuda.current_device()
+        raise KernelError(f"got tensors on {tensor.device} while cuda:{current} is the current device. Call torch.cuda.set_device first.")
     return torch._C._cuda_getCurrentRawStream(tensor.device.index)
 
 
@@ -232,9 +236,18 @@ def _try_to_load(name: str) -> Library | str:
         where = os.environ.get("FRAMEWORK_KERNELS_DIR")
         return f"no libframework_{name} was found" + (f" in FRAMEWORK_KERNELS_DIR={where}" if where else " (it was not built)")
     try:
-        return Library(name, paths[0])
+        library = Library(name, paths[0])
+        if name == "cuda" and torch.cuda.is_available():
+            _try_to_launch(library)
+        return library
     except (OSError, KernelError) as error:
         return f"{paths[0]} cannot be used: {error}"
+
+
+def _try_to_launch(library: Library) -> None:
+    """Raises KernelError where the driver is too old for the library, or the GPU not one that it was built for."""
+    x = torch.zeros(2, device="cuda")
+    library.call("fw_cast", x.data_ptr(), 0, x.data_ptr() + 4, 0, 1, stream_of(x))
 
 
 def _devices(function: str, named: dict[str, Tensor | None]) -> str:

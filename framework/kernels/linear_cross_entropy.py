@@ -8,8 +8,8 @@ saves the second matmul of a recomputation at no cost in memory: the loss is whe
 the backward pass does not read `weight`.
 
 Peak memory on top of the inputs: one chunk of logits in the compute dtype where the compiled softmax (`cross_entropy.py`) writes gradients
-over them, elsewhere that and 2 chunks in fp32 (2 x 128 MiB); the gradient of `weight` in fp32 with one product in the compute dtype beside
-it, and the gradient of `hidden`.
+over them, elsewhere that and 2 chunks in fp32 (2 x 128 MiB); the gradient of `weight` in fp32, with one product in the compute dtype beside
+it where that is another; and the gradient of `hidden`.
 
 Tolerance against fp64: that of the matmuls in the compute dtype; the softmax itself is exact to fp32 (`cross_entropy.py`).
 """
@@ -22,17 +22,23 @@ from torch import Tensor
 
 from framework.kernels.cross_entropy import cross_entropy_
 
-CHUNK_LOGITS = 2**25
-"""Logits held at once: 682 tokens of a vocabulary of 49152."""
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}
+"""Logits held at once: 682 tokens of a vocabulary of 49152; on a GPU 2093 tokens of one of 128256, so that matmuls are large enough."""
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_logits: int | None = None) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label], 0-d, in fp32 (fp64 for fp64 inputs).
 
     `hidden` [N, width] and `weight` [vocabulary, width] in the compute dtype, `labels` [N] int64. N = 0 gives 0.0 with a graph.
     One backward pass only.
     """
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_logits, torch.is_grad_enabled())
+    device_type = hidden.device.type
+    chunk_logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"]) if chunk_logits is None else chunk_logits
+    if not torch.is_autocast_enabled(device_type):
+        return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_logits, torch.is_grad_enabled())
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        return _ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, chunk_logits, torch.is_grad_enabled())
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -60,8 +66,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss += cross_entropy_(logits, targets, with_grad=hidden_grad is not None or weight_grad is not None).sum()
             if hidden_grad is not None:
                 torch.mm(logits, weight, out=hidden_grad[start : start + chunk_tokens])  # the logits have become their gradient
-            if weight_grad is not None:
+            if weight_grad is not None and weight_grad.dtype == logits.dtype:
+                weight_grad.addmm_(logits.T, rows)
+            elif weight_grad is not None:
                 weight_grad += logits.T @ rows
+            del logits  # before the next chunk is made
         ctx.grads = (hidden_grad, weight_grad)
         ctx.dtypes = (hidden.dtype, weight.dtype)
         return loss

@@ -20,7 +20,7 @@ from framework.kernels.library import dtype_code, library_for, stream_of
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y like `x` [..., cols]; `weight` [cols]."""
-    if not is_compiled("fw_rms_norm_forward", x, weight):
+    if not is_compiled("fw_rms_norm_forward", x, weight) or weight.shape != x.shape[-1:]:
         return rms_norm_reference(x, weight, eps)
     return _rms_norm(x.contiguous(), weight.contiguous(), eps)[0]
 
@@ -32,7 +32,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, x + residual): the norm of a sum, and the sum itself for the residual path. `residual` like `x`."""
-    if not is_compiled("fw_rms_norm_forward", x, residual, weight) or x.shape != residual.shape:
+    if not is_compiled("fw_rms_norm_forward", x, residual, weight) or x.shape != residual.shape or weight.shape != x.shape[-1:]:
         return add_rms_norm_reference(x, residual, weight, eps)
     y, total, _ = _add_rms_norm(x.contiguous(), residual.contiguous(), weight.contiguous(), eps)
     return y, total

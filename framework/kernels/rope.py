@@ -20,7 +20,8 @@ from framework.kernels.library import dtype_code, library_for, stream_of
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [B, T, H, D] turned; `cos` and `sin` fp32, [T, D/2] or [B, T, D/2]. No gradient flows to the tables."""
-    if not is_compiled("fw_rope", x) or cos.dtype != torch.float32:
+    tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape and cos.shape[-2:] == (x.shape[1], x.shape[3] // 2)
+    if not is_compiled("fw_rope", x) or not tables_fit or (cos.dim() == 3 and cos.shape[0] not in (1, x.shape[0])):
         return rope_reference(x, cos, sin)
     return _rope(x.contiguous(), cos.contiguous(), sin.contiguous(), False)
 
@@ -38,7 +39,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         return rope_reference(x.float(), cos, -sin if inverse else sin).to(x.dtype)
     y = torch.empty_like(x)
     batch, tokens, heads, head_dim = x.shape
-    stride = cos.stride(0) if cos.dim() == 3 else 0
+    stride = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
     library.call(
         "fw_rope",
         *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()),

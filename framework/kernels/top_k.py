@@ -27,7 +27,7 @@ def top_k(x: Tensor, k: int, *, straight_through: bool = False) -> Tensor:
 
 def top_k_reference(x: Tensor, k: int, *, straight_through: bool = False) -> Tensor:
     """`top_k` in plain torch."""
-    y = x * _kept(x, k)
+    y = torch.where(_kept(x, k), x, 0)
     return x + (y - x).detach() if straight_through else y
 
 

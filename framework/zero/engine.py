@@ -326,6 +326,9 @@ class ZeroEngine:
 
         Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError.
         """
+        if self._verdict is not None and not self._verdict.finite:
+            self.steps_done -= 1
+            self.sharded_optimizer.take_back_count()
         self._task, self._depth, self._verdict, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()

@@ -33,7 +33,8 @@ class _Shard:
     slot: int
     piece: Piece
     parameter: nn.Parameter
-    group: dict[str, Any]
+    group: int
+    """Which of the optimizer's groups."""
     state: dict[str, Any] | None = None
     steps: int = 0
 
@@ -44,33 +45,35 @@ class FlatAdamW:
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
         """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""
-        plain = type(optimizer) is torch.optim.AdamW and not any(
-            isinstance(group["lr"], torch.Tensor) or any(group.get(option) for option in OTHER_ARITHMETIC)
-            for group in optimizer.param_groups
-        )
+        plain = type(optimizer) is torch.optim.AdamW and not any(map(_other_arithmetic, optimizer.param_groups))
         return plain and all(library_for("fw_adamw", buffer.master, buffer.shard) is not None for buffer in buffers)
 
     def __init__(self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]]) -> None:
         self._torch = optimizer
-        group_of = {id(shard): group for group in optimizer.param_groups for shard in group["params"]}
+        group_of = {id(shard): index for index, group in enumerate(optimizer.param_groups) for shard in group["params"]}
         self._shards: dict[FlatBuffer, list[_Shard]] = {}
         for buffer, slot, piece, parameter in pieces:
             self._shards.setdefault(buffer, []).append(_Shard(slot, piece, parameter, group_of[id(parameter)]))
         self._extents = {b: slice(s[0].piece.shard_start, s[-1].piece.shard_stop) for b, s in self._shards.items()}
         self._moments: dict[FlatBuffer, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._counted: list[_Shard] = []
+        """What the last step has updated."""
 
     def step(self, factor: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
-        """Update with gradient = `buffer.grad` * `factor`; where `factor` is not finite, nothing changes but the counts of steps."""
+        """Update with gradient = `buffer.grad` * `factor`; where `factor` is not finite, nothing changes but the counts of steps
+        (`take_back_count`). Raises RuntimeError for an option that was set since and that the kernel does not have."""
         factor = factor.float()
+        self._counted.clear()
+        for group in self._torch.param_groups:
+            if option := _other_arithmetic(group):
+                raise RuntimeError(f"{option} was set in a group of the optimizer after the engine was made: set it before")
         for buffer, shards in self._shards.items():
             used = [shard for shard in shards if is_used[offsets[id(buffer)] + shard.slot]]
             if not used:
                 continue
             extent = self._extents[buffer]
             master, grad = buffer.master[extent], buffer.grad[extent]
-            if buffer not in self._moments:
-                self._moments[buffer] = (torch.zeros_like(master), torch.zeros_like(master))
-            moments = self._moments[buffer]
+            moments = self._moments_of(buffer)
             copies = ShardCopies(data=buffer.shard[extent]) if buffer.shard is not buffer.master else None
             for (betas, eps), ranges in self._ranges(buffer, used).items():
                 adamw_(master, *moments, grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
@@ -81,7 +84,7 @@ class FlatAdamW:
         calls: dict[tuple[tuple[float, float], float], list[ShardRange]] = {}
         for shard in used:
             self._count(buffer, shard)
-            group, key = shard.group, (id(shard.group), shard.steps)
+            group, key = self._torch.param_groups[shard.group], (shard.group, shard.steps)
             if key not in settings:
                 options = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "betas": group["betas"]}
                 settings[key] = adam_range(0, 0, step=shard.steps, **options)
@@ -99,19 +102,52 @@ class FlatAdamW:
         begin = self._extents[buffer].start
         return shard.piece.shard_start - begin, shard.piece.shard_stop - begin
 
+    def take_back_count(self) -> None:
+        """The last step was skipped on the device."""
+        for shard in self._counted:
+            shard.steps -= 1
+            shard.state["step"].fill_(shard.steps)
+        self._counted.clear()
+
+    def adopt_state(self) -> None:
+        """Take over what was loaded into the torch optimizer's state, now: it would be there twice until the next step."""
+        for buffer, shards in self._shards.items():
+            for shard in shards:
+                if shard.parameter in self._torch.state:
+                    self._take_over(buffer, shard)
+                else:
+                    shard.state = None
+
+    def _moments_of(self, buffer: FlatBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+        if buffer not in self._moments:
+            master = buffer.master[self._extents[buffer]]
+            self._moments[buffer] = (torch.zeros_like(master), torch.zeros_like(master))
+        return self._moments[buffer]
+
     def _count(self, buffer: FlatBuffer, shard: _Shard) -> None:
         """One step more for `shard`, whose state is made, or taken over where it was loaded."""
+        self._take_over(buffer, shard)
+        self._counted.append(shard)
+        shard.steps += 1
+        shard.state["step"].fill_(shard.steps)
+
+    def _take_over(self, buffer: FlatBuffer, shard: _Shard) -> None:
         if shard.state is None or self._torch.state.get(shard.parameter) is not shard.state:
             at = slice(*self._located(buffer, shard))
-            moments = {key: flat[at] for key, flat in zip(("exp_avg", "exp_avg_sq"), self._moments[buffer], strict=True)}
+            moments = {key: flat[at] for key, flat in zip(("exp_avg", "exp_avg_sq"), self._moments_of(buffer), strict=True)}
             loaded = self._torch.state.get(shard.parameter) or {}
             for key, moment in moments.items():
                 moment.copy_(loaded[key]) if key in loaded else moment.zero_()
             shard.steps = int(loaded.get("step", 0))
             shard.state = {"step": torch.tensor(float(shard.steps)), **moments}
             self._torch.state[shard.parameter] = shard.state
-        shard.steps += 1
-        shard.state["step"].fill_(shard.steps)
+
+
+def _other_arithmetic(group: dict[str, Any]) -> str | None:
+    """An option of `group` that the kernel does not have."""
+    if isinstance(group["lr"], torch.Tensor):
+        return "an lr that is a tensor"
+    return next((option for option in OTHER_ARITHMETIC if group.get(option)), None)
 
 
 def _same(one: ShardRange, other: ShardRange) -> bool:

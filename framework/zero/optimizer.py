@@ -71,7 +71,7 @@ class ShardedOptimizer:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
         has looked). `is_used[offsets[id(buffer)] + slot index]` says which parameters any rank used."""
         if self._flat is not None:
-            self._flat.step(factor, is_used, offsets)
+            self._flat.step(torch.where(finite, factor, torch.nan), is_used, offsets)
             self._step_torch()  # without gradients: nothing but the hooks and the counters that users put there
             return
         in_kernel = self.scales_in_kernel
@@ -107,6 +107,16 @@ class ShardedOptimizer:
         if self._flat is not None:
             return True
         return compat.takes_grad_scale(self.torch) and all(buffer.master_dtype is torch.float32 for buffer, *_ in self.pieces)
+
+    def take_back_count(self) -> None:
+        """The last step turned out to have been skipped by the device: it does not count."""
+        if self._flat is not None:
+            self._flat.take_back_count()
+
+    def adopt_state(self) -> None:
+        """State was put into `torch.state` from outside."""
+        if self._flat is not None:
+            self._flat.adopt_state()
 
     @property
     def writes_shards(self) -> bool:

@@ -91,6 +91,7 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
         if saved is not None:
             scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
             sharded.torch.state[shard] = {key: _part(value, piece, shard.device, scalar_device) for key, value in saved.items()}
+    sharded.adopt_state()
     engine.steps_done = state["step"]
 
 

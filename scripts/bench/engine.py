@@ -40,6 +40,8 @@ PEERS = {
 """Who is compared with whom: the same placement of parameters, gradients and optimizer state. FSDP2 that keeps parameters after forward
 still frees them after backward, where stage 2 never does."""
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+COMPARED_STEPS = 10
+"""Losses must agree in the first steps; later, what differs in the last bit has grown (plain torch in fp32 and fp64 part alike)."""
 MIB = 2**20
 
 
@@ -151,7 +153,7 @@ def check_losses(groups: list[list[Row]], task: Task) -> None:
     rows = [row for group in groups for row in group if row.name != REFERENCE]
     expected, tolerance = rows[0], LOSS_TOLERANCE[task.precision]
     for row in rows[1:]:
-        for step, (loss, wanted) in enumerate(zip(row.losses, expected.losses, strict=True), 1):
+        for step, (loss, wanted) in enumerate(zip(row.losses[:COMPARED_STEPS], expected.losses[:COMPARED_STEPS], strict=True), 1):
             assert abs(loss - wanted) <= tolerance * wanted, f"step {step}: {row.name} has loss {loss:.6f}, {expected.name} {wanted:.6f}"
 
 

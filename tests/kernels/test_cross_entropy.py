@@ -76,3 +76,18 @@ def test_the_chunked_loss_uses_it(layer_device, dtype: torch.dtype, tolerance: f
     grads, expected_grads = (torch.autograd.grad(value * 0.37, (hidden, weight)) for value in (loss, expected))
     for grad, want in zip(grads, expected_grads, strict=True):
         assert grad.dtype == dtype and (grad - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)], ids=["int32", "too_few"])
+def test_labels_that_do_not_fit_are_refused(layer_device, labels: torch.Tensor):
+    with pytest.raises(KernelError, match="got labels"):
+        cross_entropy_(randn(3, 5, device=layer_device), labels.to(layer_device))
+
+
+def test_the_gradient_is_rounded_once_whatever_it_is_multiplied_by(layer_device):
+    logits, labels = randn(4, 50, dtype=torch.bfloat16, device=layer_device), torch.arange(4, device=layer_device)
+    exact = logits.double().requires_grad_()
+    (torch.nn.functional.cross_entropy(exact, labels, reduction="none") * 0.3).sum().backward()
+    mine = logits.clone().requires_grad_()
+    (cross_entropy(mine, labels) * 0.3).sum().backward()
+    assert_rounded(mine.grad, exact.grad, 2e-6)

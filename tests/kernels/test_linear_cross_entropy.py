@@ -69,3 +69,13 @@ def test_all_logits_are_never_held():
     with Watch():
         linear_cross_entropy(hidden, weight, labels, chunk_logits=10_000).backward()
     assert largest == 10_000
+
+
+def test_under_autocast_it_computes_in_the_autocast_dtype():
+    hidden, weight, labels = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    expected = linear_cross_entropy_reference(hidden.detach().bfloat16(), weight.detach().bfloat16(), labels)
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32

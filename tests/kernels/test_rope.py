@@ -36,3 +36,11 @@ def test_a_rotation_keeps_lengths_and_no_tokens_are_no_work(layer_device):
     x = randn(1, 4, 2, 16, device=layer_device)
     torch.testing.assert_close(rope(x, cos, sin).norm(dim=-1), x.norm(dim=-1))
     assert rope(x[:, :0], cos[:0], sin[:0]).shape == (1, 0, 2, 16)
+
+
+def test_a_table_for_all_rows_may_have_a_batch_of_one_and_one_that_does_not_fit_is_refused(layer_device):
+    cos, sin = tables(4, 8, device=layer_device)
+    x = randn(3, 4, 2, 16, device=layer_device)
+    assert torch.equal(rope(x, cos[None], sin[None]), rope(x, cos, sin))
+    with pytest.raises(RuntimeError):
+        rope(x, cos[:3], sin[:3])

@@ -116,3 +116,28 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(before["model"][name], after["model"][name]) for name in before["model"])
     for name, state in before["optimizer"].items():
         assert torch.equal(state["exp_avg"], after["optimizer"][name]["exp_avg"])
+
+
+def test_options_loaded_into_the_torch_optimizer_hold(kernels) -> None:
+    engine = train(make(), STEPS[:2])
+    saved = engine.optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr"] = 0.0
+    engine.optimizer.load_state_dict(saved)  # torch replaces its groups and state
+    before = dict(engine.full_tensors())
+    train(engine, STEPS[2:])
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.full_tensors())
+    engine.optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(RuntimeError, match="maximize was set in a group of the optimizer after the engine was made"):
+        train(engine, STEPS[:1])
+
+
+def test_loading_into_a_running_engine_holds_the_moments_once() -> None:
+    engine = train(make(), STEPS[:2])
+    before = engine.sharded_optimizer.state_nbytes
+    engine.load_state_dict(engine.state_dict())
+    assert engine.sharded_optimizer.state_nbytes == before
+    state = engine.optimizer.state
+    assert {tensor["exp_avg"].untyped_storage().data_ptr() for tensor in state.values()} == {
+        moments[0].untyped_storage().data_ptr() for moments in engine.sharded_optimizer._flat._moments.values()
+    }

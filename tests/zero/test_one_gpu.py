@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.kernels import library
+from framework.zero import NonFiniteError, PrecisionConfig, ZeroConfig, ZeroEngine
 from tests.zero import zoo
 from tests.zero.test_exactness import CLIP, MICROS, STEPS, assert_equal
 
@@ -37,12 +38,43 @@ def test_a_stage_on_one_device_follows_plain_torch_on_the_cpu(alone: torch.devic
         assert_equal([train(name, stage, alone)], plain, 1e-9)
 
 
-def train(name: str, stage: int, device: torch.device) -> dict:
-    model = zoo.make(name)
-    engine = ZeroEngine(
-        model, ZeroConfig(stage=stage), PrecisionConfig(compute_dtype="float64"), optimizer=zoo.adamw(model), grad_clip=CLIP
-    )
-    assert engine.device.type == device.type
+@pytest.mark.parametrize("alone", PLACES, indirect=True)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_fp32_the_compiled_kernels_make_the_steps(alone: torch.device, stage: int):
+    if reason := library.missing(alone.type):
+        pytest.skip(f"no compiled kernels: {reason}")
+    for name in ("Plain", "Unused"):
+        plain = zoo.train_plain(name, zoo.micro_batches(STEPS, MICROS), CLIP, torch.float32)
+        assert_equal([train(name, stage, alone, "float32")], plain, 5e-5)
+
+
+@pytest.mark.parametrize("alone", PLACES, indirect=True)
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("bad", ["inf", "nan"])
+def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count(alone: torch.device, clip: float | None, bad: str):
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=zoo.adamw(model), grad_clip=clip)
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    for scale in (1.0, float(bad)):
+        before = None if scale == 1.0 else engine.state_dict()
+        try:
+            engine.backward(engine.module(ids.to(alone)) * scale, zoo.count_tokens(ids))
+            engine.step()
+            engine.check_last_step()
+        except NonFiniteError:
+            engine.reset()
+    after = engine.state_dict()
+    assert before["step"] == after["step"] == 1
+    for name, tensor in before["model"].items():
+        assert torch.equal(tensor, after["model"][name])
+        for key, value in before["optimizer"][name].items():
+            assert torch.equal(value, after["optimizer"][name][key]), (name, key)
+
+
+def train(name: str, stage: int, device: torch.device, dtype: str = "float64") -> dict:
+    model = zoo.make(name, getattr(torch, dtype))
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), PrecisionConfig(compute_dtype=dtype), optimizer=zoo.adamw(model), grad_clip=CLIP)
+    assert engine.device.type == device.type and engine.sharded_optimizer.writes_shards == (dtype == "float32")
     losses, norms = [], []
     for micros in zoo.micro_batches(STEPS, MICROS):
         for index, ids in enumerate(micros):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.kernels.library import dtype_code, library_for, stream_of
-from framework.kernels.shard import Arguments, ShardCopies, ShardRange, address, check, named_tensors, reference_step
+from framework.kernels.shard import Arguments, ShardCopies, ShardRange, address, check, factor_address, named_tensors, reference_step
 
 
 def adamw_(
@@ -47,7 +47,7 @@ def adamw_(
     library.call(
         "fw_adamw",
         *(address(master), address(remainder), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr(), dtype_code(grad.dtype)),
-        *(arguments.copies, arguments.ranges, len(ranges), *betas, eps, address(grad_factor), stream_of(grad)),
+        *(arguments.copies, arguments.ranges, len(ranges), *betas, eps, factor_address(grad_factor), stream_of(grad)),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.kernels.library import dtype_code, library_for, stream_of
-from framework.kernels.shard import Arguments, ShardCopies, ShardRange, address, check, named_tensors, reference_step
+from framework.kernels.shard import Arguments, ShardCopies, ShardRange, address, check, factor_address, named_tensors, reference_step
 
 
 def lion_(
@@ -37,7 +37,7 @@ def lion_(
     library.call(
         "fw_lion",
         *(address(master), address(remainder), exp_avg.data_ptr(), grad.data_ptr(), dtype_code(grad.dtype)),
-        *(arguments.copies, arguments.ranges, len(ranges), *betas, address(grad_factor), stream_of(grad)),
+        *(arguments.copies, arguments.ranges, len(ranges), *betas, factor_address(grad_factor), stream_of(grad)),
     )
 
 

@@ -39,8 +39,11 @@ def nf4_dequantize(
 ) -> Tensor:
     """[numel] in `dtype` (or `out`, of any shape): table[nibble] * absmax[i // block], rounded once."""
     _check_block(block)
-    if (q.numel(), absmax.numel()) != ((numel + 1) // 2, -(-numel // block)):
-        raise KernelError(f"got {q.numel()} bytes and {absmax.numel()} scales, which do not fit {numel} elements in blocks of {block}.")
+    if (q.nbytes, absmax.numel()) != ((numel + 1) // 2, -(-numel // block)) or absmax.dtype != torch.float32:
+        found = f"{q.nbytes} bytes and {absmax.numel()} scales in {absmax.dtype}"
+        raise KernelError(f"got {found}, which do not fit {numel} elements in blocks of {block} with scales in torch.float32.")
+    if out is not None and out.numel() != numel:
+        raise KernelError(f"got out of {out.numel()} elements, expected {numel}.")
     out = torch.empty(numel, dtype=dtype, device=q.device) if out is None else out
     library = library_for("fw_nf4_dequantize", q=q, absmax=absmax, out=out)
     if library is None:

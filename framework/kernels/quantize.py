@@ -35,6 +35,9 @@ def quantize(
     """q and scales of `x`, written to `out` if given; `error` is read and written."""
     _check_format(bits, block)
     q, scales = out or _empty(x.numel(), bits, block, x.device)
+    _check_quantized(q, scales, x.numel(), bits, block)
+    if error is not None and (error.dtype != torch.float32 or error.numel() != x.numel()):
+        raise KernelError(f"got error [{error.numel()}] in {error.dtype}, expected [{x.numel()}] in torch.float32.")
     library = library_for("fw_quantize", x=x, q=q, scales=scales, error=error)
     if library is None:
         new_q, new_scales = quantize_reference(x, bits=bits, block=block, error=error)
@@ -85,7 +88,9 @@ def dequantize(
 ) -> Tensor:
     """q * scale, [numel] in `dtype`; with `out` written there, or added to it (in fp32, rounded once)."""
     _check_format(bits, block)
-    _check_quantized(q.numel(), scales.numel(), numel, bits, block)
+    _check_quantized(q, scales, numel, bits, block)
+    if out is not None and out.numel() != numel:
+        raise KernelError(f"got out of {out.numel()} elements, expected {numel}.")
     if add and out is None:
         raise KernelError("add=True needs out, the tensor to add to.")
     out = torch.empty(numel, dtype=dtype, device=q.device) if out is None else out
@@ -115,7 +120,7 @@ def dequantize_sum_quantize(
     """
     _check_format(bits, block)
     parts = q.shape[0]
-    _check_quantized(q[0].numel(), scales[0].numel(), numel, bits, block)
+    _check_quantized(q[0], scales[0], numel, bits, block)
     if again and block > LARGEST_FUSED_BLOCK:
         raise KernelError(f"got block={block}, expected at most {LARGEST_FUSED_BLOCK} elements where a sum is quantised again.")
     library = library_for("fw_dequantize_sum_quantize", q=q, scales=scales)
@@ -163,8 +168,8 @@ def _check_format(bits: int, block: int) -> None:
         raise KernelError(f"got bits={bits}, block={block}, expected 8 or 4 bits and a block of at least 1, an even number for 4 bits.")
 
 
-def _check_quantized(n_bytes: int, n_scales: int, numel: int, bits: int, block: int) -> None:
+def _check_quantized(q: Tensor, scales: Tensor, numel: int, bits: int, block: int) -> None:
     wanted = quantized_bytes(numel, bits), -(-numel // block)
-    if (n_bytes, n_scales) != wanted:
-        found = f"{n_bytes} quantised bytes and {n_scales} scales"
-        raise KernelError(f"got {found} for {numel} elements, expected {wanted[0]} and {wanted[1]}.")
+    if (q.nbytes, scales.numel()) != wanted or scales.dtype != torch.float32:
+        found = f"{q.nbytes} quantised bytes and {scales.numel()} scales in {scales.dtype}"
+        raise KernelError(f"got {found} for {numel} elements, expected {wanted[0]} and {wanted[1]} in torch.float32.")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.kernels.library import KernelError, dtype_code, library_for, stream_of
-from framework.kernels.shard import Arguments, ShardCopies, ShardRange, address, check, named_tensors, reference_step
+from framework.kernels.shard import Arguments, ShardCopies, ShardRange, address, check, factor_address, named_tensors, reference_step
 
 
 def sgd_(
@@ -47,7 +47,7 @@ def sgd_(
         "fw_sgd",
         *(address(master), address(remainder), address(momentum_buffer), grad.data_ptr(), dtype_code(grad.dtype)),
         *(arguments.copies, arguments.ranges, len(ranges), momentum, dampening, nesterov, first_step),
-        *(address(grad_factor), stream_of(grad)),
+        *(factor_address(grad_factor), stream_of(grad)),
     )
 
 

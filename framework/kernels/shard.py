@@ -138,6 +138,13 @@ class Arguments:
             self.copies = ctypes.byref(self._struct)
 
 
+def factor_address(grad_factor: Tensor | None) -> int | None:
+    """The address of a gradient factor. Raises KernelError if it is not one fp32 element."""
+    if grad_factor is not None and (grad_factor.dtype != torch.float32 or grad_factor.numel() != 1):
+        raise KernelError(f"got grad_factor {list(grad_factor.shape)} in {grad_factor.dtype}, expected one element in torch.float32.")
+    return address(grad_factor)
+
+
 def address(tensor: Tensor | None) -> int | None:
     """A tensor's data pointer, or None."""
     return None if tensor is None else tensor.data_ptr()

@@ -142,7 +142,7 @@ def test_wrong_arguments_are_refused_in_words():
         quantize(torch.zeros(4), bits=3)
     with pytest.raises(KernelError, match="an even number for 4 bits"):
         quantize(torch.zeros(4), bits=4, block=7)
-    with pytest.raises(KernelError, match="got 64 quantised bytes and 1 scales for 65 elements, expected 65 and 2"):
+    with pytest.raises(KernelError, match="got 64 quantised bytes and 1 scales in torch.float32 for 65 elements, expected 65 and 2"):
         dequantize(q, scales, 65)
     with pytest.raises(KernelError, match="add=True needs out"):
         dequantize(q, scales, 64, add=True)
@@ -156,3 +156,17 @@ def test_a_call_past_the_faces_is_checked_by_the_library(cpu_library):
     with pytest.raises(KernelError, match="it refuses these arguments"):
         cpu_library.call("fw_quantize", None, 0, 4, 5, 64, None, None, None, None)
     assert kernels.mode() == "auto"
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_read():
+    x = torch.randn(128)
+    q, scales = quantize(x)
+    for wrong in (
+        lambda: quantize(x, error=torch.zeros(128, dtype=torch.bfloat16)),
+        lambda: quantize(x, error=torch.zeros(64)),
+        lambda: quantize(x, out=(q[:64], scales)),
+        lambda: dequantize(q, scales.bfloat16(), 128),
+        lambda: dequantize(q, scales, 128, out=torch.empty(64)),
+    ):
+        with pytest.raises(KernelError, match="expected"):
+            wrong()

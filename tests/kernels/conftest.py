@@ -21,6 +21,12 @@ ROOT = Path(__file__).parents[2]
 ISAS = ("baseline", "avx2", "avx512")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same numbers in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def cpu_library() -> Library:
     """The library, used for CPU tensors by whatever follows in the test that asks for it (through `isa`)."""

@@ -119,7 +119,7 @@ def test_the_sum_of_parts_is_quantised_again(isa, bits, block, parts):
         found = dequantize_sum_quantize(q, scales, numel, bits=bits, block=block, sum_dtype=torch.float32)
         expected = dequantize_sum_quantize_reference(q, scales, numel, bits=bits, block=block, sum_dtype=torch.float32)
         torch.testing.assert_close(found[2], expected[2], rtol=0, atol=parts * 8 * EPSILON)
-        torch.testing.assert_close(found[1], expected[1], rtol=parts * 4 * EPSILON, atol=0)
+        torch.testing.assert_close(found[1], expected[1], rtol=parts * 4 * EPSILON, atol=parts * 8 * EPSILON)  # parts may cancel
         back = dequantize(found[0], found[1], numel, bits=bits, block=block)
         step = found[1].repeat_interleave(block)[:numel]
         assert ((back - expected[2]).abs() <= step * 0.51).all()

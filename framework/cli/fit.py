@@ -129,14 +129,14 @@ def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepa
     architecture = recipe.model.arch if pretrained is None else pretrained.config
     validation = None if prepared.validation is None else facts_of(prepared.validation)
     plan = make_plan(recipe, architecture, facts_of(prepared.train), validation, world_size)
-    choose_kernels(recipe.kernels, plan.device_type)
+    choose_kernels(recipe.kernels, plan)
     return plan
 
 
-def choose_kernels(config: KernelsConfig, device_type: str) -> None:
+def choose_kernels(config: KernelsConfig, plan: Plan) -> None:
     """For this process. Raises UserError where compiled kernels are demanded and there are none."""
     choose(config.mode)
-    if config.mode == "compiled" and (why_not := missing(device_type)) is not None:
+    if config.mode == "compiled" and (why_not := missing(plan.device_type, plan.compute_dtype)) is not None:
         expected = "auto, or an installation with kernels (csrc/README.md)"
         raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
 

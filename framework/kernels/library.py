@@ -178,18 +178,21 @@ def status() -> dict[str, str]:
     return rows
 
 
-def missing(device_type: str) -> str | None:
-    """Why there is no library for `cpu` or `cuda`; None if there is one."""
+def missing(device_type: str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why there are no kernels for tensors of `dtype` on `cpu` or `cuda`; None if there are."""
+    if dtype not in DTYPE_CODES:
+        return f"the compiled kernels do not compute in {str(dtype).removeprefix('torch.')}"
     library = _load(device_type)
     return library if isinstance(library, str) else None
 
 
-def used_on(device_type: str) -> str:
+def used_on(device_type: str, dtype: torch.dtype = torch.float32) -> str:
     """For people, before a run: what computes on `cpu` or `cuda`, and why it is not the kernels."""
     if _mode == "reference":
         return "plain torch (kernels=reference)"
-    library = _load(device_type)
-    return f"plain torch, because {library}" if isinstance(library, str) else f"compiled, {library.description}"
+    if why_not := missing(device_type, dtype):
+        return f"plain torch, because {why_not}"
+    return f"compiled, {_load(device_type).description}"
 
 
 @contextlib.contextmanager

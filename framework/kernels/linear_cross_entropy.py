@@ -34,7 +34,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
     """
     device_type = hidden.device.type
     chunk_logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"]) if chunk_logits is None else chunk_logits
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_logits, torch.is_grad_enabled())
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):

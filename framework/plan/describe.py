@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
         ("steps", f"{steps.total_steps:,} = {steps.epochs:.4g} epochs of {steps.steps_per_epoch:,}; about {tokens:,.0f} tokens"),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
-        ("kernels", used_on(plan.device_type)),
+        ("kernels", used_on(plan.device_type, plan.compute_dtype)),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in lines), "", _bytes_table(plan)])

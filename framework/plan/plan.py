@@ -57,6 +57,10 @@ class Plan:
         return "cuda" if self.recipe.trainer.accelerator != "cpu" and torch.cuda.is_available() else "cpu"
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.recipe.precision.compute_dtype)
+
+    @property
     def tokens_per_step(self) -> float:
         """Tokens of a full global batch, on average."""
         return self.train.tokens / self.train.samples * min(self.batch.global_batch_size, self.train.samples)
@@ -67,7 +71,7 @@ class Plan:
 
     def state_bytes(self, stage: int, rank: int = 0) -> StateBytes:
         """Model-state bytes of a rank at `stage`, by the formula."""
-        compute = getattr(torch, self.recipe.precision.compute_dtype).itemsize
+        compute = self.compute_dtype.itemsize
         master = max(compute, 4)
         zero = self.recipe.zero
         return state_bytes(

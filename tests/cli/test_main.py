@@ -61,11 +61,18 @@ def test_check_prints_the_plan_of_a_sound_recipe(capsys, tmp_path):
     assert "500 = " in shown and "wsd" in shown and "> zero=2" in shown
 
 
-@pytest.mark.parametrize(("mode", "status", "said"), [("compiled", 2, "kernels: got compiled, but"), ("auto", 0, "plain torch, because")])
-def test_kernels_that_were_not_built_are_said_to_be_missing(tmp_path, mode, status, said):
+@pytest.mark.parametrize(
+    ("settings", "status", "said"),
+    [
+        (["kernels=compiled"], 2, "kernels: got compiled, but no libframework_cpu was found"),
+        (["kernels=auto"], 0, "plain torch, because no libframework_cpu was found"),
+        (["kernels=compiled", "precision=fp64"], 2, "kernels: got compiled, but the compiled kernels do not compute in float64"),
+    ],
+)
+def test_kernels_that_cannot_be_used_are_said_to_be_missing(tmp_path, settings, status, said):
     (tmp_path / "text.txt").write_text("Some words to train on, and some more. " * 100)
-    settings = [f"data.train={tmp_path}/text.txt", "data.validation_fraction=0", "data.max_tokens=32", "trainer.devices=1"]
-    settings += ["trainer.accelerator=cpu", f"kernels={mode}"]
+    settings += [f"data.train={tmp_path}/text.txt", "data.validation_fraction=0", "data.max_tokens=32", "trainer.devices=1"]
+    settings += ["trainer.accelerator=cpu"]
     env = os.environ | {"FRAMEWORK_KERNELS_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "framework", "check", "+recipe=llama_pretrain", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)

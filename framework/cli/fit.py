@@ -84,7 +84,8 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     try:
         trainer.fit(module, *batches(plan, prepared, place))
         if recipe.checkpoint.export:
-            export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
+            with stop.saving(strategy.engine.steps_done, is_first=is_first):
+                export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
         succeeded = True
         if is_first:
             conclude(strategy, progress, module, stop, run_dir)

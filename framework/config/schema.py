@@ -220,7 +220,7 @@ class EvalConfig:
     every_n_steps: int | None = None
     """Cadence in optimizer steps; None: at the end of the run only (when there are validation data)."""
     max_batches: int | None = None
-    """At most this many micro-batches per rank; None: all."""
+    """At most this many micro-batches, over all ranks together; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

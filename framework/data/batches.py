@@ -89,11 +89,11 @@ class EvalBatches:
         pad_id: int = 0,
         max_batches: int | None = None,
     ) -> None:
-        """`max_batches` per rank; None: all."""
+        """`max_batches` over all ranks, so that the same samples are seen by any number of them; None: all."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0
         self.dataset, self.micro_batch_size, self.rank, self.world_size, self.pad_id = dataset, micro_batch_size, rank, world_size, pad_id
-        batches = -(-len(dataset) // (micro_batch_size * world_size))
-        self.batches = batches if max_batches is None else min(batches, max_batches)
+        self.samples = len(dataset) if max_batches is None else min(len(dataset), max_batches * micro_batch_size)
+        self.batches = -(-self.samples // (micro_batch_size * world_size))
 
     def __len__(self) -> int:
         return self.batches
@@ -101,7 +101,7 @@ class EvalBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         for number in range(self.batches):
             start = number * self.micro_batch_size * self.world_size
-            indices = range(start, min(start + self.micro_batch_size * self.world_size, len(self.dataset)))[self.rank :: self.world_size]
+            indices = range(start, min(start + self.micro_batch_size * self.world_size, self.samples))[self.rank :: self.world_size]
             yield collate([self.dataset[index] for index in indices], self.pad_id)
 
 

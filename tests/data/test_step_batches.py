@@ -159,3 +159,12 @@ def test_lightning_takes_the_steps_as_they_are_and_counts_the_epochs(tmp_path):
         batches.set_epoch(epoch)
         expected += [(epoch, [who(micro) for micro in step]) for step in batches]
     assert module.seen == expected and len(expected) == 6
+
+
+def test_p19_a_limited_validation_sees_the_same_samples_on_any_number_of_ranks():
+    def tokens(world_size: int) -> int:
+        ranks = [EvalBatches(numbered(17), micro_batch_size=2, max_batches=3, rank=r, world_size=world_size) for r in range(world_size)]
+        assert len({len(rank) for rank in ranks}) == 1
+        return sum(micro["samples"] for rank in ranks for micro in rank)
+
+    assert [tokens(world_size) for world_size in (1, 2, 3, 4)] == [6, 6, 6, 6]

@@ -176,3 +176,19 @@ def test_an_exception_is_reported_and_what_was_logged_is_plotted(tmp_path, ranks
     assert (report.rank, report.kind, report.type, report.message) == (0, "error", "ValueError", "boom") and message == "boom"
     assert "in boom" in report.traceback
     assert plotted
+
+
+def test_a_signal_while_saving_waits_and_a_second_one_does_not(tmp_path):
+    (tmp_path / "logs").mkdir()
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("ended"))
+    try:
+        with GracefulStop(tmp_path, supervised=True).saving(7, is_first=True):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert seen == [] and stop_marker(tmp_path).read_text() == "7"  # the supervisor lets it go on
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert seen == ["ended"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["ended"] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)

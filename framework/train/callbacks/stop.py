@@ -11,6 +11,8 @@ SIGTERM must be off (`trainer.py` sees to that): it calls a collective inside th
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,22 @@ class GracefulStop(pl.Callback):
                 print(f"stop requested: all ranks stop after step {trainer.global_step}", flush=True)
                 if self.run_dir is not None:
                     stop_marker(self.run_dir).write_text(str(trainer.global_step))
+
+    @contextmanager
+    def saving(self, step: int, *, is_first: bool) -> Iterator[None]:
+        """Training is over and what it made is being written: a signal does not interrupt that, but a second one does."""
+
+        def go_on(number: int, *_: Any) -> None:
+            signal.signal(number, previous[number])
+
+        if is_first and self.run_dir is not None:
+            stop_marker(self.run_dir).write_text(str(step))
+        previous = {number: signal.signal(number, go_on) for number in self.signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():

@@ -23,7 +23,7 @@ def rank_environment(inherited: Mapping[str, str], rank: int, ranks: int, port: 
     """`inherited` with the variables of `rank` of `ranks` on one machine, and the framework importable from anywhere."""
     checkout = str(Path(__file__).resolve().parents[2])
     defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
-    if "OMP_WAIT_POLICY" not in inherited:  # GNU OpenMP: threads wait awake for some 20 us only, and stand in nobody's way
+    if "OMP_WAIT_POLICY" not in inherited:  # GNU OpenMP: threads wait awake for a short while only, and stand in nobody's way
         defaults["GOMP_SPINCOUNT"] = "10000"
     if sys.platform == "linux":
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the machine's own name, which need not resolve

@@ -31,7 +31,7 @@ from framework.cli.verdict import Ending, Outcome, Verdict, judge
 from framework.cli.watchdog import JOB_VARIABLE, Watchdog, end_job
 from framework.config.errors import Problem, UserError
 from framework.train.failure import FailureReport, read_failure, report_path
-from framework.train.run_dir import stop_marker
+from framework.train.run_dir import finishing_path, read_finishing
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0
@@ -58,7 +58,7 @@ def launch(
         command: program and arguments of a rank, the same for all.
         run_dir: holds `logs/`.
         stop_grace_seconds: after a request to stop, ranks that have not finished their step by then are killed. Ranks that
-            write `logs/stopped_at_step` in time may save for as long as they need.
+            write `logs/finishing.json` in time may save for as long as they need.
         kill_grace_seconds: after a failure, time for the other ranks to end by themselves.
     """
     supervisor = _Supervisor(run_dir=Path(run_dir), stop_grace_seconds=stop_grace_seconds, kill_grace_seconds=kill_grace_seconds)
@@ -117,7 +117,7 @@ class _Supervisor:
         with contextlib.ExitStack() as stack:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
-                stop_marker(self.run_dir).unlink(missing_ok=True)
+                finishing_path(self.run_dir).unlink(missing_ok=True)
                 for rank in range(ranks):
                     report_path(self.run_dir, rank).unlink(missing_ok=True)
                 files = [stack.enter_context(open(logs / f"rank_{rank}.log", "wb")) for rank in range(ranks)]
@@ -193,8 +193,9 @@ class _Supervisor:
     def _on_deadline(self) -> None:
         if self.deadline is None or time.monotonic() < self.deadline:
             return
-        if not self.ending and stop_marker(self.run_dir).exists():  # all ranks have stopped and are saving: let them
-            self._say(f"stopped at step {stop_marker(self.run_dir).read_text().strip()}; still saving. Ctrl-C to give that up.")
+        finishing = read_finishing(self.run_dir)
+        if not self.ending and finishing is not None:  # all ranks have made their last step and are saving: let them
+            self._say(f"step {finishing.step} was the last one; still saving. Ctrl-C to give that up.")
             self.deadline = None
             return
         self.stuck = [rank.rank for rank in self.ranks if rank.ended is None]
@@ -229,7 +230,7 @@ class _Supervisor:
             with contextlib.suppress(OSError), open(self.ranks[0].log, "a") as log:  # a full disk must not hide the failure itself
                 log.write(report.message + "\n" if report.kind == "user" else report.traceback)
         stuck = {rank: self.ranks[rank].log for rank in self.stuck}
-        return verdict.outcome(self.stop_signal, stuck, stopped_step=self._stopped_step(), killed=self.killed)
+        return verdict.outcome(self.stop_signal, stuck, finishing=read_finishing(self.run_dir), killed=self.killed)
 
     def _verdict(self) -> Verdict:
         endings = [
@@ -247,10 +248,6 @@ class _Supervisor:
 
     def _report(self, rank: int) -> FailureReport | None:
         return read_failure(self.run_dir, rank)
-
-    def _stopped_step(self) -> str | None:
-        marker = stop_marker(self.run_dir)
-        return marker.read_text().strip() if marker.exists() else None
 
 
 def _die_with_parent() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from framework.train.failure import FailureReport, speaks_of_communication
+from framework.train.run_dir import Finishing
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
@@ -70,15 +71,15 @@ class Verdict:
     """The first cause first."""
     ranks: int
 
-    def outcome(self, stop_signal: signal.Signals | None, stuck: dict[int, Path], stopped_step: str | None, killed: bool) -> Outcome:
+    def outcome(self, stop_signal: signal.Signals | None, stuck: dict[int, Path], finishing: Finishing | None, killed: bool) -> Outcome:
         """`stop_signal`: what the user stopped the run with, `killed`: with a second one; `stuck`: ranks that had to be killed."""
         if self.failures:
             return self._failed(self.failures[0], stuck)
-        if stop_signal is None and stopped_step is None:
+        if stop_signal is None and not (finishing is not None and finishing.stopped):
             return Outcome(status=0, message="")
         message = "stopped by " + ("a signal to one of its ranks" if stop_signal is None else stop_signal.name)
-        if stopped_step is not None:
-            message += f" after step {stopped_step}"
+        if finishing is not None:
+            message += f" after step {finishing.step}"
         if stuck:
             message += f"; rank {_listed(stuck)} did not end in time and had to be killed"
         elif killed:

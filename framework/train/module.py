@@ -50,7 +50,7 @@ class CausalLMModule(LightningModule):
         self.last_stats: StepStats | None = None
         """Of the last step, over all ranks, on the device."""
         self.last_validation: float | None = None
-        """Validation loss over all ranks, of the last time."""
+        """Validation loss over all ranks, of the last validation that was not given up."""
 
     @property
     def sharded_module(self) -> nn.Module:
@@ -103,6 +103,8 @@ class CausalLMModule(LightningModule):
         self._sums[1] += batch["trained_tokens"]
 
     def on_validation_epoch_end(self) -> None:
+        if self.trainer.val_dataloaders.given_up:
+            return
         loss_sum, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
         if tokens == 0:
             raise UserError(

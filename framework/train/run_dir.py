@@ -13,6 +13,7 @@ Unusual: no torch here, because the supervisor writes it before any rank starts;
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +96,37 @@ def git_revision(checkout: Path) -> dict[str, Any] | None:
     return {"revision": revision[0], "dirty": bool(changed)}
 
 
-def stop_marker(run_dir: Path) -> Path:
-    """Written by rank 0 when all ranks have stopped stepping on request and begin to save; holds the step."""
-    return Path(run_dir) / LOGS / "stopped_at_step"
+@dataclass(frozen=True, kw_only=True)
+class Finishing:
+    """All ranks have made their last step and save, which may take as long as it takes."""
+
+    step: int
+    stopped: bool
+    """On request, whether or not it was the last planned step."""
+
+
+def finishing_path(run_dir: Path) -> Path:
+    return Path(run_dir) / LOGS / "finishing.json"
 
 
 # ---- written while it runs
 def write_summary(run_dir: Path, **facts: Any) -> None:
     """Write how the run ended (`ended`: done, stopped or failed; `steps`, `loss`, ...); replaces an earlier summary as a whole."""
-    path = Path(run_dir) / SUMMARY
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps(facts, indent=2) + "\n")
-        os.replace(partial, path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    _replace(Path(run_dir) / SUMMARY, facts)
+
+
+def write_finishing(run_dir: Path, finishing: Finishing) -> None:
+    """Tell the supervisor."""
+    _replace(finishing_path(run_dir), dataclasses.asdict(finishing))
 
 
 # ---- read afterwards
+def read_finishing(run_dir: Path) -> Finishing | None:
+    """None while the ranks still train."""
+    path = finishing_path(run_dir)
+    return Finishing(**json.loads(path.read_text())) if path.exists() else None
+
+
 def read_config(path: Path) -> RecipeConfig:
     """The recipe in a `config.yaml`, or in that of a run directory."""
     path = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
@@ -140,6 +155,16 @@ def _lines(*command: str) -> list[str] | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as JSON; a reader sees the old file or the whole new one."""
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(partial, path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli.rendezvous import rank_environment, reserved_port
-from framework.train.run_dir import stop_marker
+from framework.train.run_dir import read_finishing
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = Path(__file__).with_name("supervise.py")
@@ -224,7 +224,7 @@ def test_a_signal_to_the_supervisor_stops_all_ranks_at_the_same_step_and_they_sa
     run.process.send_signal(number)
     assert run.end() == status
     step = (tmp_path / "saved_0").read_text()
-    assert (tmp_path / "saved_1").read_text() == step == stop_marker(tmp_path).read_text()
+    assert (tmp_path / "saved_1").read_text() == step == str(read_finishing(tmp_path).step)
     assert run.last_words(1) == f"stopped by {number.name} after step {step}"
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from framework.config.errors import Problem, UserError
-from framework.train.run_dir import read_config, stop_marker
+from framework.train.run_dir import Finishing, read_config, write_finishing
 from framework.worker import working
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -46,7 +46,7 @@ def main() -> None:
             (run_dir / f"running_{RANK}").touch()
         if _agree(peers, stop_requested, float(behaviour.get("timeout", 0)) or None):
             if RANK == 0:
-                stop_marker(run_dir).write_text(str(step))
+                write_finishing(run_dir, Finishing(step=step, stopped=True))
             if mine == "slow save":
                 time.sleep(1.5)
             if mine == "bad save":
@@ -54,6 +54,8 @@ def main() -> None:
             (run_dir / f"saved_{RANK}").write_text(str(step))
             return
         time.sleep(0.02)
+    if RANK == 0:
+        write_finishing(run_dir, Finishing(step=step + 1, stopped=False))
 
 
 def _on_stop(*_) -> None:

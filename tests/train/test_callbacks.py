@@ -10,12 +10,14 @@ import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from framework.config.schema import LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
+from framework.data.batches import EvalBatches
+from framework.data.dataset import TokenDatasetBuilder
 from framework.train.callbacks.failure import FailureReporter
 from framework.train.callbacks.plot import PlotMetrics
 from framework.train.callbacks.progress import Progress
@@ -24,7 +26,7 @@ from framework.train.failure import read_failure
 from framework.train.loggers import Tracker
 from framework.train.metrics import MetricsFile, read_metrics
 from framework.train.module import CausalLMModule
-from framework.train.run_dir import stop_marker
+from framework.train.run_dir import Finishing, read_finishing
 from framework.train.trainer import build_strategy, build_trainer
 
 TINY = LlamaConfig(
@@ -69,6 +71,14 @@ class At(pl.Callback):
             self.what()
 
 
+def validation_batches() -> EvalBatches:
+    """20 on each rank."""
+    builder = TokenDatasetBuilder()
+    for _ in range(20 * dist.get_world_size()):
+        builder.add(np.arange(16, dtype=np.int32), np.arange(16) > 8)
+    return EvalBatches(builder.build(), micro_batch_size=1, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
 def fit(run_dir: Path, steps: int, *, every: int = 1, others=(), validation: bool = False) -> tuple[str, Progress, Tracker, GracefulStop]:
     """Train; console output, and the callbacks to look at."""
     rank = dist.get_rank()
@@ -83,7 +93,7 @@ def fit(run_dir: Path, steps: int, *, every: int = 1, others=(), validation: boo
     trainer = build_trainer(recipe, build_strategy(recipe), total_steps=steps, run_dir=run_dir, callbacks=callbacks)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        trainer.fit(module, Steps(steps), DataLoader(next(iter(Steps(1))), batch_size=None) if validation else None)
+        trainer.fit(module, Steps(steps), validation_batches() if validation else None)
     return output.getvalue(), progress, tracker, stop
 
 
@@ -143,9 +153,36 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, ranks, ran
     (first, restored_0), (second, restored_1) = ranks(2, stop_in_the_middle, tmp_path, rank, number)
     assert first == second == 6
     assert restored_0 and restored_1, "outside of training the signal ends the process again"
-    assert stop_marker(tmp_path).read_text() == "6"
+    assert read_finishing(tmp_path) == Finishing(step=6, stopped=True)
     assert [row.step for row in read_metrics(tmp_path / "metrics.csv")] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "plot.png").exists()
+
+
+class InValidation(pl.Callback):
+    """Sends itself a SIGTERM in the `batch`th batch of the validation after the last step, on one rank."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        self.rank, self.batch, self.batches = rank, batch, 0
+
+    def on_validation_batch_start(self, trainer, *_) -> None:
+        self.batches += 1
+        if trainer.global_rank == self.rank and self.batches == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_a_validation(run_dir: Path, rank: int):
+    watch = InValidation(rank, batch=3)
+    output, progress, _, stop = fit(run_dir, 4, others=[watch], validation=True)
+    return stop.stopped_at_step, watch.batches, output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_ends_a_validation_on_all_ranks_after_the_same_batch(tmp_path, ranks, rank):
+    (first, first_batches, output), (second, second_batches, _) = ranks(2, stop_a_validation, tmp_path, rank)
+    assert (first, first_batches) == (second, second_batches) == (4, 3)
+    assert read_finishing(tmp_path) == Finishing(step=4, stopped=True)
+    assert [row.val_loss for row in read_metrics(tmp_path / "metrics.csv")] == [None] * 4, "half a validation has no result"
+    assert "validation" not in output and "stop requested: all ranks stop after step 4" in output
 
 
 def test_the_stop_flag_is_read_at_once_on_the_cpu():
@@ -185,7 +222,7 @@ def test_a_signal_while_saving_waits_and_a_second_one_does_not(tmp_path):
     try:
         with GracefulStop(tmp_path, supervised=True).saving(7, is_first=True):
             os.kill(os.getpid(), signal.SIGTERM)
-            assert seen == [] and stop_marker(tmp_path).read_text() == "7"  # the supervisor lets it go on
+            assert seen == [] and read_finishing(tmp_path) == Finishing(step=7, stopped=False)  # the supervisor lets it go on
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == ["ended"]
         os.kill(os.getpid(), signal.SIGTERM)

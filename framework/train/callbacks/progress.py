@@ -83,7 +83,7 @@ class Progress(pl.Callback):
         self._record(row)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.sanity_checking or not trainer.is_global_zero or trainer.val_dataloaders.given_up:
             return
         step, loss = trainer.global_step, pl_module.last_validation
         perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf

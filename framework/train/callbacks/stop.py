@@ -1,7 +1,7 @@
 """Stops a run on request: after the current step, at the same step on every rank, so that it can still be saved and exported.
 
 A signal to any rank sets `engine.stop_requested`; the request rides on the all-reduce of the gradient norm, and the step's `stop` value
-tells every rank. The signals are SIGTERM (what the supervisor, Slurm and torchrun send), SIGUSR1 (early warning of a scheduler), and
+tells every rank. A validation is given up, which a small all-reduce per batch agrees on. The signals are SIGTERM (what the supervisor, Slurm and torchrun send), SIGUSR1 (early warning of a scheduler), and
 SIGINT where no supervisor stands between the terminal and the ranks.
 
 Unusual: on CUDA the value is read one step late (`DelayedFlag`), so that no step waits for the device. Lightning's own handling of
@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from framework.train.run_dir import stop_marker
+from framework.train.run_dir import Finishing, write_finishing
 
 
 class GracefulStop(pl.Callback):
@@ -35,7 +35,7 @@ class GracefulStop(pl.Callback):
         self.run_dir = run_dir
         self.signals = (signal.SIGTERM, signal.SIGUSR1) if supervised else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         self.stopped_at_step: int | None = None
-        self._flag = DelayedFlag()
+        self._in_step, self._in_validation = DelayedFlag(), DelayedFlag()
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -49,14 +49,25 @@ class GracefulStop(pl.Callback):
         self._previous = {number: signal.signal(number, request_stop) for number in self.signals}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._flag.above_zero(pl_module.last_stats.stop) and self.stopped_at_step is None:
-            self.stopped_at_step = trainer.global_step
-            trainer.should_stop = True
+        if self._in_step.above_zero(pl_module.last_stats.stop) and self.stopped_at_step is None:
             trainer.limit_val_batches = 0  # Lightning would validate once more before it stops
-            if trainer.is_global_zero:
-                print(f"stop requested: all ranks stop after step {trainer.global_step}", flush=True)
-                if self.run_dir is not None:
-                    stop_marker(self.run_dir).write_text(str(trainer.global_step))
+            self._stop(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        asked = torch.tensor(float(trainer.strategy.engine.stop_requested), device=trainer.strategy.root_device)
+        if self._in_validation.above_zero(trainer.strategy.reduce(asked, reduce_op="sum")) and self.stopped_at_step is None:
+            trainer.val_dataloaders.give_up()
+            self._stop(trainer)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        self.stopped_at_step = trainer.global_step
+        trainer.should_stop = True
+        if trainer.is_global_zero:
+            print(f"stop requested: all ranks stop after step {trainer.global_step}", flush=True)
+            if self.run_dir is not None:
+                write_finishing(self.run_dir, Finishing(step=trainer.global_step, stopped=True))
 
     @contextmanager
     def saving(self, step: int, *, is_first: bool) -> Iterator[None]:
@@ -66,7 +77,7 @@ class GracefulStop(pl.Callback):
             signal.signal(number, previous[number])
 
         if is_first and self.run_dir is not None:
-            stop_marker(self.run_dir).write_text(str(step))
+            write_finishing(self.run_dir, Finishing(step=step, stopped=self.stopped_at_step is not None))
         previous = {number: signal.signal(number, go_on) for number in self.signals}
         try:
             yield

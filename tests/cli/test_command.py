@@ -1,0 +1,91 @@
+"""`scripts/train.py` as a user types it, with real ranks on a tiny model: how it ends, what it leaves, the same losses however it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from framework.train.metrics import read_metrics
+from framework.train.run_dir import read_summary
+from tests.data.templates import CHATML
+from tests.models.families import byte_tokenizer
+
+TRAIN = str(Path(__file__).parents[2] / "scripts" / "train.py")
+STEPS = 4
+RECIPE = """
+# @package _global_
+name: tiny
+model:
+  arch: {vocab_size: 300, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
+         max_position_embeddings: 256}
+  tokenizer: INPUTS/tokenizer
+data: {train: INPUTS/rows.jsonl, validation: INPUTS/validation.jsonl, max_tokens: 128}
+trainer: {max_steps: 4, global_batch_size: 4, micro_batch_size: 1, accelerator: cpu}
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """recipe.yaml and what it names, and long_validation.jsonl, which takes longer than anyone wants to wait."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder / "tokenizer")
+    for name, rows in (("rows", 16), ("validation", 4), ("long_validation", 20_000)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in range(rows)))
+    (folder / "recipe.yaml").write_text(RECIPE.replace("INPUTS", str(folder)))
+    return folder
+
+
+def row(number: int) -> dict:
+    answer = {"role": "assistant", "content": "y" * (number % 5 + 1)}
+    return {"messages": [{"role": "user", "content": f"say {'x' * (number % 7)}"}, answer]}
+
+
+def command(inputs: Path, runs_dir: Path, *overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> list[str]:
+    return [*launcher, TRAIN, f"+recipe={inputs / 'recipe.yaml'}", f"runs_dir={runs_dir}", *overrides]
+
+
+def run_dir(runs_dir: Path) -> Path:
+    (found,) = (runs_dir / "tiny").iterdir()
+    return found
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
+
+
+def test_a_run_ends_with_status_0_and_torchrun_gives_the_same_losses_to_the_bit(inputs, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ours = command(inputs, tmp_path / "ours", "trainer.devices=2", "zero=3")
+    theirs = command(inputs, tmp_path / "theirs", "zero=3", launcher=torchrun(2))
+    for line in (ours, theirs):
+        done = subprocess.run(line, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    folders = [run_dir(tmp_path / "ours"), run_dir(tmp_path / "theirs")]
+    assert [(read_summary(folder)["ended"], read_summary(folder)["steps"]) for folder in folders] == [("done", STEPS)] * 2
+    assert [(folder / "export" / "model.safetensors").exists() for folder in folders] == [True, True]
+    rows = [[(row.step, row.loss, row.grad_norm, row.val_loss) for row in read_metrics(folder / "metrics.csv")] for folder in folders]
+    assert rows[0] == rows[1] and len(rows[0]) == STEPS + 1
+
+
+def test_ctrl_c_in_a_long_validation_gives_it_up_and_saves_the_model(inputs, tmp_path):
+    line = command(inputs, tmp_path, "trainer.devices=2", "trainer.stop_grace_seconds=10", f"data.validation={inputs}/long_validation.jsonl")
+    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for shown in process.stdout:
+        if shown.startswith(f"step {STEPS}/{STEPS}"):
+            break
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.rstrip().splitlines()[-1] == f"stopped by SIGINT after step {STEPS}"
+    assert read_summary(run_dir(tmp_path))["ended"] == "stopped"
+    assert (run_dir(tmp_path) / "export" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""`scripts/train.py` as a user types it, with real ranks on a tiny model: how it ends, what it leaves, the same losses however it is started."""
+"""`scripts/train.py` as a user types it, with real ranks on a tiny model: how it ends, what it leaves, the same losses under torchrun."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_a_run_ends_with_status_0_and_torchrun_gives_the_same_losses_to_the_bit(
 
 
 def test_ctrl_c_in_a_long_validation_gives_it_up_and_saves_the_model(inputs, tmp_path):
-    line = command(inputs, tmp_path, "trainer.devices=2", "trainer.stop_grace_seconds=10", f"data.validation={inputs}/long_validation.jsonl")
+    line = command(
+        inputs, tmp_path, "trainer.devices=2", "trainer.stop_grace_seconds=10", f"data.validation={inputs / 'long_validation.jsonl'}"
+    )
     process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for shown in process.stdout:
         if shown.startswith(f"step {STEPS}/{STEPS}"):
@@ -88,4 +90,5 @@ def test_ctrl_c_in_a_long_validation_gives_it_up_and_saves_the_model(inputs, tmp
     assert process.returncode == 130
     assert errors.rstrip().splitlines()[-1] == f"stopped by SIGINT after step {STEPS}"
     assert read_summary(run_dir(tmp_path))["ended"] == "stopped"
+    assert [row.val_loss for row in read_metrics(run_dir(tmp_path) / "metrics.csv")] == [None] * STEPS
     assert (run_dir(tmp_path) / "export" / "model.safetensors").exists()

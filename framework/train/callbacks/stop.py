@@ -1,8 +1,10 @@
 """Stops a run on request: after the current step, at the same step on every rank, so that it can still be saved and exported.
 
 A signal to any rank sets `engine.stop_requested`; the request rides on the all-reduce of the gradient norm, and the step's `stop` value
-tells every rank. A validation is given up, which a small all-reduce per batch agrees on. The signals are SIGTERM (what the supervisor, Slurm and torchrun send), SIGUSR1 (early warning of a scheduler), and
-SIGINT where no supervisor stands between the terminal and the ranks.
+tells every rank. A validation is given up, which a small all-reduce per batch agrees on.
+
+The signals are SIGTERM (what the supervisor, Slurm and torchrun send), SIGUSR1 (early warning of a scheduler), and SIGINT where no
+supervisor stands between the terminal and the ranks.
 
 Unusual: on CUDA the value is read one step late (`DelayedFlag`), so that no step waits for the device. Lightning's own handling of
 SIGTERM must be off (`trainer.py` sees to that): it calls a collective inside the signal handler.

@@ -25,6 +25,7 @@ from typing import TextIO
 
 from framework.cli.verdict import STATUS_USER_MISTAKE
 from framework.cli.watchdog import JOB_VARIABLE
+from framework.progress import loading_libraries
 from framework.train.failure import report_failure
 
 EXIT_SECONDS = 10.0
@@ -36,8 +37,9 @@ TORCHRUNS_REPORT = "TORCHELASTIC_ERROR_FILE"
 def main() -> None:
     config_path, run_dir = map(Path, sys.argv[1:])
     with working(run_dir):
-        from framework.cli.fit import run
-        from framework.train.run_dir import read_config
+        with loading_libraries(show=int(os.environ["RANK"]) == 0):
+            from framework.cli.fit import run
+            from framework.train.run_dir import read_config
 
         run(read_config(config_path), run_dir)
 

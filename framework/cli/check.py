@@ -13,6 +13,7 @@ from framework.config.compose import STATUS_USER_MISTAKE, compose
 from framework.config.errors import Problem, UserError
 from framework.config.explain import render
 from framework.config.schema import RecipeConfig
+from framework.progress import loading_libraries
 
 HELP = """Say what a training command would do, without doing it.
 
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         if "-m" in arguments or "--multirun" in arguments:
             raise UserError(Problem(path="-m", got="a sweep", expected="one job; check each of its values by itself"))
         composed = compose(arguments, check=check_everything)
-        from framework.cli.fit import preview  # torch
+        with loading_libraries():
+            from framework.cli.fit import preview  # torch
 
         print(preview(composed.recipe))
     except UserError as error:

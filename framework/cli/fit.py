@@ -197,7 +197,6 @@ def batches(plan: Plan, prepared: Prepared, place: Place) -> tuple[StepBatches, 
         rank=place.rank,
         world_size=place.world_size,
         max_batches=recipe.eval.max_batches,
-        show_progress=place.rank == 0,
     )
     return train, validation
 

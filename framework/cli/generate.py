@@ -13,6 +13,7 @@ import sys
 
 from framework.config.errors import Problem, UserError
 from framework.models.locate import check_path, export_of_run
+from framework.progress import loading_libraries
 
 STANDARD_INPUT = "-"
 MOST_THREADS = 8
@@ -69,12 +70,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _answer(arguments: argparse.Namespace) -> None:
-    import torch
+    with loading_libraries():
+        import torch
+
+        from framework.models.generate import generate, load_for_generation
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
-
-    from framework.models.generate import generate, load_for_generation
 
     model, tokenizer, stop_ids = load_for_generation(arguments.model)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []

@@ -17,6 +17,7 @@ from framework.cli.check import check_everything
 from framework.cli.external import join_run, quiet_console
 from framework.cli.launch import launch
 from framework.config.compose import Composed, hydra_main
+from framework.progress import busy, loading_libraries
 from framework.ranks import Place, launched, local_ranks
 from framework.train.failure import read_failure
 from framework.train.run_dir import SUMMARY, read_config, write_run_dir, write_summary
@@ -60,10 +61,12 @@ def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
 
 def work(job: Composed, place: Place) -> int:
     """Be the rank at `place` of a run that a launcher has started."""
-    run_dir = join_run(job, place)
+    with busy("meeting the other ranks", show=place.rank == 0):
+        run_dir = join_run(job, place)
     try:
         with working(run_dir, console=quiet_console(run_dir, place.rank)):
-            from framework.cli.fit import run  # torch
+            with loading_libraries(show=place.rank == 0):
+                from framework.cli.fit import run  # torch
 
             run(read_config(run_dir), run_dir)
     except SystemExit as end:

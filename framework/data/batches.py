@@ -21,7 +21,6 @@ import torch
 
 from framework.data.dataset import Sample, TokenDataset
 from framework.data.order import permutation
-from framework.progress import progress
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # the label of a position without a target; torch's cross_entropy ignores it
@@ -89,14 +88,12 @@ class EvalBatches:
         world_size: int = 1,
         pad_id: int = 0,
         max_batches: int | None = None,
-        show_progress: bool = False,
     ) -> None:
         """`max_batches` over all ranks, so that the same samples are seen by any number of them; None: all."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0
         self.dataset, self.micro_batch_size, self.rank, self.world_size, self.pad_id = dataset, micro_batch_size, rank, world_size, pad_id
         self.samples = len(dataset) if max_batches is None else min(len(dataset), max_batches * micro_batch_size)
         self.batches = -(-self.samples // (micro_batch_size * world_size))
-        self.show_progress = show_progress
         self.given_up = False
         """The current pass was not finished: its results are those of some samples only."""
 
@@ -105,7 +102,7 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.given_up = False
-        for number in progress(range(self.batches), "validation", unit="batches", show=self.show_progress):
+        for number in range(self.batches):
             if self.given_up:
                 return
             start = number * self.micro_batch_size * self.world_size

@@ -81,7 +81,9 @@ def read_rows(file: Path) -> Iterator[Row | Problem]:
 
 
 def first_rows(file: Path, count: int) -> list[Row | Problem]:
-    """The first `count` rows, without reading the rest (Parquet: without importing `datasets`, which takes seconds)."""
+    """The first `count` rows, without reading the rest (text: its beginning; Parquet: without `datasets`, whose import takes seconds)."""
+    if file.suffix == ".txt":
+        return list(_text(file, FIRST_READ_BYTES))
     rows = _parquet_head(file, count) if file.suffix == ".parquet" else read_rows(file)
     return list(islice(rows, count))
 
@@ -213,10 +215,11 @@ def _check_parquet(file: Path) -> Any:
         raise UserError(Problem(path=shown(file), got=f"no Parquet file ({error})", expected="a Parquet file")) from error
 
 
-def _text(file: Path) -> Iterator[Row | Problem]:
-    """A `.txt` file is one document. Line ends become "\\n"."""
+def _text(file: Path, most: int = -1) -> Iterator[Row | Problem]:
+    """A `.txt` file is one document, here its first `most` characters. Line ends become "\\n"."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as source:
+            text = source.read(most)
     except UnicodeDecodeError as error:
         yield _not_utf8(shown(file), error)
         return

@@ -35,7 +35,9 @@ class SourceCounts:
     trained_tokens: int = 0
 
     def check(self) -> None:
-        assert self.read == self.kept + self.held_out + self.dropped.total(), self
+        """Raises RuntimeError where a row was lost on the way; each number was counted where it arose."""
+        if self.read != self.kept + self.held_out + self.dropped.total():
+            raise RuntimeError(f"rows of {self.setting} were lost or counted twice: {self}")
 
 
 @dataclass

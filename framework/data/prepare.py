@@ -8,7 +8,6 @@ both sides.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,6 @@ from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, open_source
 from framework.data.template import Encoded
 from framework.data.tokenize import encode_rows
 from framework.progress import progress
-
-ANNOUNCED_CHARACTERS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +75,13 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
     if config.validation is None and config.validation_fraction > 0:
         kept, held_out = _hold_out(encoded, config.validation_fraction, seed)
     train = _samples(kept, encoded, config.max_tokens)
-    ledger = Ledger([_counted(encoded.counts, kept, train)])
+    ledger = Ledger([_counted(encoded.counts, kept, train, held_out=0 if held_out is None else len(held_out))])
     validation = None if held_out is None else _samples(held_out, encoded, config.max_tokens)
     if config.validation is not None:
         source = open_source(config.validation, "data.validation", config)
         encoded_validation = _encode(source, config.validation, config, tokenizer, show_progress)
         validation = _samples(encoded_validation.rows, encoded_validation, config.max_tokens)
-        ledger.sources.append(_counted(encoded_validation.counts, encoded_validation.rows, validation))
+        ledger.sources.append(_counted(encoded_validation.counts, encoded_validation.rows, validation, held_out=0))
     return Prepared(train=train, validation=validation, ledger=ledger, stop_ids=tuple(sorted(encoded.stop_ids)))
 
 
@@ -93,7 +90,7 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
     faults, too_long = Faults(), []
     builder = TokenDatasetBuilder()
     stop_ids = {tokenizer.eos_token_id} if source.is_text else set()
-    usable = _usable(source, faults, counts, show_progress)
+    usable = _usable(source, faults, counts)
     rows = encode_rows(usable, tokenizer, is_text=source.is_text, num_workers=config.num_workers)
     for where, row in progress(rows, f"tokenising {source.setting}", unit="rows", show=show_progress):
         if isinstance(row, UserError):
@@ -112,7 +109,6 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
     problems = faults.listed(source.setting) + _too_long(too_long, config.max_tokens, source.setting)
     if problems:
         raise UserError(*problems)
-    counts.read = len(builder) + counts.dropped.total()
     if not len(builder):
         reasons = "; ".join(f"{count} rows: {reason}" for reason, count in counts.dropped.items()) or "no rows"
         got = f"{path}, of which nothing is left to train on ({reasons})"
@@ -120,13 +116,12 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
     return _EncodedSource(builder.build(), source.is_text, stop_ids, counts)
 
 
-def _usable(source: Source, faults: Faults, counts: SourceCounts, show_progress: bool) -> Iterator[tuple[str, Conversation | str]]:
+def _usable(source: Source, faults: Faults, counts: SourceCounts) -> Iterator[tuple[str, Conversation | str]]:
     """The rows of `source` that say something; the others are counted as dropped."""
     for where, item in source.items(faults):
+        counts.read += 1
         if isinstance(item, str):
             reason = None if item.strip() else "empty text"
-            if show_progress and len(item) > ANNOUNCED_CHARACTERS:  # one call of the tokenizer, which tells nothing on its way
-                print(f"tokenising {where}: one document of {len(item):,} characters", file=sys.stderr)
         elif not any(turn.role == "assistant" for turn in item):
             reason = "no assistant turn to train on"
         else:
@@ -187,9 +182,9 @@ def _samples(rows: TokenDataset, encoded: _EncodedSource, max_tokens: int) -> To
     return chunk((rows[i].input_ids for i in range(len(rows))), max_tokens) if encoded.is_text else rows
 
 
-def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset) -> SourceCounts:
+def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset, *, held_out: int) -> SourceCounts:
     """`counts` with what training sees of the source."""
-    counts.kept, counts.held_out = len(kept), counts.read - counts.dropped.total() - len(kept)
+    counts.kept, counts.held_out = len(kept), held_out
     counts.samples, counts.tokens, counts.trained_tokens = len(samples), samples.total_tokens, samples.trained_tokens
     counts.check()
     return counts

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from framework import torch_private
 from framework.kernels.library import KernelError, library_for, mode
 
 _OPERATIONS = torch.library.Library("framework", "FRAGMENT")
@@ -72,7 +73,7 @@ def layer_op(
     operation = getattr(torch.ops.framework, name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not all(_is_plain(arg) for arg in args):
+        if torch.compiler.is_compiling() or torch_private.in_dispatch_mode() or not all(_is_plain(arg) for arg in args):
             return operation(*args)
         if function is None or not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             return implementation(*args)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from framework import torch_private
 from framework.kernels.signatures import SIGNATURES, TYPES
 
 ABI_VERSION = 1
@@ -159,7 +160,7 @@ def stream_of(tensor: Tensor) -> int | None:
     if tensor.device.index != torch.cuda.current_device():  # it would run on the current one, on addresses of another
         current = torch.cuda.current_device()
         raise KernelError(f"got tensors on {tensor.device} while cuda:{current} is the current device. Call torch.cuda.set_device first.")
-    return torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    return torch_private.raw_stream(tensor.device.index)
 
 
 def dtype_code(dtype: torch.dtype) -> int:

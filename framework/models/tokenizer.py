@@ -17,6 +17,7 @@ from framework.config.errors import Problem, UserError
 from framework.config.schema import ModelConfig
 from framework.models.gguf_format import read_contents
 from framework.models.locate import check_folder_or_file, resolve
+from framework.progress import busy
 
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type` that mark tokens to be found whole in a text."""
@@ -41,8 +42,11 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerFast:
 def tokenizer_from(source: Path, setting: str = "model.tokenizer") -> PreTrainedTokenizerFast:
     """The tokenizer of a Hugging Face folder or a GGUF file."""
     check_folder_or_file(source, setting, weights=False)
-    if source.is_file():
-        return _from_gguf(source)
+    with busy(f"reading the tokenizer of {source.name}"):
+        return _from_gguf(source) if source.is_file() else _from_folder(source, setting)
+
+
+def _from_folder(source: Path, setting: str) -> PreTrainedTokenizerFast:
     try:
         if (source / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(source))

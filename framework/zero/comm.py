@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from framework.zero import compat
+from framework import torch_private
 
 ABANDON_SECONDS = 10
 
@@ -76,7 +76,7 @@ class Comm:
             return Handle([])
         self._begin((self.size - 1) * numel * shard.element_size(), tag)
         if not self._messages:
-            return Handle([compat.all_gather_single(out, shard, group=self.group, async_op=True)], keep=(out, shard))
+            return Handle([torch_private.all_gather_single(out, shard, group=self.group, async_op=True)], keep=(out, shard))
         mine = out[self.rank * numel : (self.rank + 1) * numel]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
@@ -100,7 +100,7 @@ class Comm:
         self._begin((self.size - 1) * numel * full.element_size(), tag)
         if not self._messages:
             target = torch.empty_like(out) if add else out
-            work = compat.reduce_scatter_single(target, full, group=self.group, async_op=True)
+            work = torch_private.reduce_scatter_single(target, full, group=self.group, async_op=True)
             return Handle([work], finish=(lambda: _put(out, target, True)) if add else None, keep=(full, target))
         received = full.new_empty(self.size - 1, numel)  # [peers in rank order, S]
         works = [dist.irecv(received[row], group=self.group, group_src=peer, tag=tag) for row, peer in enumerate(sorted(self._peers()))]

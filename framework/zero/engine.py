@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from framework import torch_private
 from framework.config.schema import PrecisionConfig, ZeroConfig
-from framework.zero import compat, load, norm, state
+from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
 from framework.zero.layout import Slot, UnitLayout, plan_units
@@ -73,7 +74,7 @@ class ZeroEngine:
         seed: int = 0,
         show_progress: bool = False,
     ) -> None:
-        compat.self_test()
+        torch_private.self_test()
         self.module, self.zero = module, zero or ZeroConfig()
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
@@ -225,7 +226,7 @@ class ZeroEngine:
 
     def begin_backward(self) -> None:
         """Called by every hook of a backward; the first call counts the gradients that are to come."""
-        task = compat.backward_id()
+        task = torch_private.backward_id()
         if task == self._task:
             return
         if self._task is not None:
@@ -237,7 +238,7 @@ class ZeroEngine:
         self._turn = 0
         for unit in self.units:
             unit.expect()
-        compat.on_backward_end(self._end_backward)
+        torch_private.on_backward_end(self._end_backward)
 
     def reduce_complete_units(self) -> None:
         """Begin the reductions whose turn it is and whose gradients are complete."""
@@ -339,14 +340,14 @@ class ZeroEngine:
         self._new_step()
 
     def _enter(self, args: tuple, kwargs: dict) -> None:
-        if compat.backward_id() < 0:
+        if torch_private.backward_id() < 0:
             if not self._depth:
                 self.prefetch.begin()
             self._depth += 1
         self.units[0].enter(args, kwargs)
 
     def _leave(self, out: Any) -> Any:
-        if compat.backward_id() >= 0:
+        if torch_private.backward_id() >= 0:
             return None
         self._depth = max(self._depth - 1, 0)  # it is 0 already where a backward inside failed and has called `reset`
         if not self._depth and (self._release_on_leaving or not torch.is_grad_enabled()):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from framework.zero import compat
+from framework import torch_private
 from framework.zero.buffer import FlatBuffer
 from framework.zero.flat_adamw import FlatAdamW
 from framework.zero.layout import Piece
@@ -106,7 +106,7 @@ class ShardedOptimizer:
         """Whether the optimizer's own kernel multiplies the gradient by the factor and skips a step that is not finite."""
         if self._flat is not None:
             return True
-        return compat.takes_grad_scale(self.torch) and all(buffer.master_dtype is torch.float32 for buffer, *_ in self.pieces)
+        return torch_private.takes_grad_scale(self.torch) and all(buffer.master_dtype is torch.float32 for buffer, *_ in self.pieces)
 
     def take_back_count(self) -> None:
         """The last step turned out to have been skipped by the device: it does not count."""

@@ -32,10 +32,9 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from framework.zero import compat
+from framework import torch_private
 from framework.zero.buffer import FlatBuffer
 from framework.zero.policy import SHARDED
 
@@ -75,7 +74,7 @@ class Unit:
         self.end_pass()
         for buffer in self.trained:
             for index, parameter in enumerate(buffer.parameters):
-                self._nodes.append(compat.accumulate_node(parameter))
+                self._nodes.append(torch_private.accumulate_node(parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._grad_hook(buffer, index)))
         if name:  # the engine enters the root itself: at its forward and at wrapped methods
             self._hooks.append(module.register_forward_pre_hook(self.only_mine(self.enter), with_kwargs=True, prepend=True))
@@ -151,7 +150,7 @@ class Unit:
 
     def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before the module's forward; returns what replaces its arguments, or None."""
-        recompute = compat.backward_id() >= 0
+        recompute = torch_private.backward_id() >= 0
         self.engine.prefetch.use(self, recompute=recompute)
         if recompute:
             return None
@@ -169,7 +168,7 @@ class Unit:
             return views[id(value)]
 
         args, kwargs = tuple(map(of_its_own, args)), {name: of_its_own(value) for name, value in kwargs.items()}
-        inputs = {id(t): t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad}
+        inputs = {id(t): t for t in torch_private.tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.requires_grad}
         call.inputs_left = len(inputs)
         for tensor in inputs.values():
             if not tensor.is_leaf:  # a leaf inside a list or dict would keep its hook for ever: the end of backward releases
@@ -189,7 +188,7 @@ class Unit:
 
     def leave(self, out: Any) -> Any:
         """After a block's forward; returns what replaces `out`, or None."""
-        if compat.backward_id() >= 0:  # activation checkpointing recomputes: the parameters are about to be used
+        if torch_private.backward_id() >= 0:  # activation checkpointing recomputes: the parameters are about to be used
             return None
         replaced = self.watch_outputs(out)
         if not torch.is_grad_enabled() or (self.engine.policy.params_kept is SHARDED and not self.engine.prefetch.follows_itself(self)):
@@ -201,18 +200,18 @@ class Unit:
         begin = partial(self._begin_backward, call := self._open.pop() if self._open else _Call())
         if not torch.is_grad_enabled():
             return None
-        leaves, spec = tree_flatten(out)
+        leaves, spec = torch_private.tree_flatten(out)
         replaced = False
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 self._check_leaf(leaf)
             elif leaf.requires_grad:
-                if compat.is_view(leaf) and not self.permanent:
+                if torch_private.is_view(leaf) and not self.permanent:
                     leaf = leaves[index] = leaf.clone()  # torch drops the hooks of a view that is later changed in place
                     replaced = True
                 setattr(leaf, _MADE_BY, _MadeBy(begin, leaf.register_hook(begin)))
                 self._calls.add(call)
-        return tree_unflatten(leaves, spec) if replaced else None
+        return torch_private.tree_unflatten(leaves, spec) if replaced else None
 
     def _check_leaf(self, leaf: Any) -> None:
         if not self.permanent and not isinstance(leaf, str | bytes | int | float | bool | type(None)) and hasattr(leaf, "__dict__"):
@@ -227,7 +226,7 @@ class Unit:
 
     def expect(self) -> None:
         """At the beginning of a backward: count the gradients that it will produce here."""
-        self.pending = sum(compat.will_execute(node) for node in self._nodes)
+        self.pending = sum(torch_private.will_execute(node) for node in self._nodes)
 
     def _begin_backward(self, call: _Call, grad: torch.Tensor) -> None:
         self.engine.begin_backward()

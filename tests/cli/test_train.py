@@ -46,31 +46,76 @@ def test_one_run_directory_whatever_the_number_of_ranks(tmp_path, ranks):
     assert read_environment(run_dir)["packages"].keys() >= {"torch", "lightning", "hydra-core"}
 
 
-def test_a_failed_job_does_not_stop_a_sweep_and_is_named_at_its_end(tmp_path):
-    behaviour = {"by seed": {"0": {"steps": "6"}, "1": {"1": "raise"}, "2": {"1": "SIGKILL"}, "3": {"steps": "6"}}}
-    done = train(tmp_path, json.dumps(behaviour), "-m", "seed=0,1,2,3", "trainer.devices=2")
+def test_failed_jobs_do_not_stop_a_sweep_and_are_named_at_its_end(tmp_path):
+    good, faults = {"steps": "6"}, ({"1": "raise"}, {"0": "raise"}, {"1": "SIGKILL"}, {"0": "SIGKILL"})
+    behaviour = {"by seed": {str(seed): fault for seed, fault in enumerate((good, *faults, good))}}
+    done = train(tmp_path, json.dumps(behaviour), "-m", "seed=0,1,2,3,4,5", "trainer.devices=2")
     assert done.returncode == 1
-    assert "error: rank 1 of 2 failed: ValueError: boom in step 5" in done.stderr
-    assert "error: rank 1 of 2 failed: killed by SIGKILL" in done.stderr
-    assert "2 of 4 jobs done, failed:" in done.stderr
+    for rank in (0, 1):
+        assert f"error: rank {rank} of 2 failed: ValueError: boom in step 5" in done.stderr
+        assert f"error: rank {rank} of 2 failed: killed by SIGKILL" in done.stderr
+    assert "2 of 6 jobs done, failed:" in done.stderr
     dirs = run_dirs(tmp_path)
-    assert [path.name for path in dirs] == ["0", "1", "2", "3"]
-    assert [read_config(path).seed for path in dirs] == [0, 1, 2, 3]
+    assert [path.name for path in dirs] == ["0", "1", "2", "3", "4", "5"]
+    assert [read_config(path).seed for path in dirs] == [0, 1, 2, 3, 4, 5]
     assert read_summary(dirs[1]) == {"ended": "failed", "status": 1, "reason": "rank 1 of 2 failed: ValueError: boom in step 5"}
+    assert alive(tmp_path) == []
 
 
-def test_ctrl_c_stops_the_job_and_the_sweep(tmp_path):
-    command = [sys.executable, str(TINY_TRAIN), "{}", *ARGUMENTS, "-m", "seed=0,1", "trainer.devices=2"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.rglob("running_1")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130, stderr
-    assert "stopped by SIGINT after step" in stderr
-    (run_dir,) = run_dirs(tmp_path)
-    assert read_summary(run_dir)["ended"] == "stopped"
+class Sweep:
+    """Two jobs of two ranks, the first of which is running."""
+
+    def __init__(self, folder: Path, behaviour: str, waits_for: str) -> None:
+        self.folder = folder
+        command = [sys.executable, str(TINY_TRAIN), behaviour, *ARGUMENTS, "-m", "seed=0,1", "trainer.devices=2"]
+        command.append("trainer.stop_grace_seconds=1")
+        self.process = subprocess.Popen(command, cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 30
+        while not list(folder.rglob(waits_for)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, what was shown, how the only job that began ended."""
+        _, stderr = self.process.communicate(timeout=30)
+        (run_dir,) = run_dirs(self.folder)
+        return self.process.returncode, stderr, read_summary(run_dir)["ended"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_job_and_the_sweep(tmp_path, number, status):
+    sweep = Sweep(tmp_path, "{}", "running_1")
+    sweep.process.send_signal(number)
+    code, stderr, ended = sweep.end()
+    assert (code, ended) == (status, "stopped"), stderr
+    assert f"stopped by {number.name} after step" in stderr
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_the_job_and_the_sweep(tmp_path, rank):
+    sweep = Sweep(tmp_path, "{}", "running_1")
+    (pid_file,) = tmp_path.rglob(f"pid_{rank}")
+    os.kill(int(pid_file.read_text()), signal.SIGTERM)
+    code, stderr, ended = sweep.end()
+    assert (code, ended) == (143, "stopped"), stderr
+    assert "stopped by a signal to one of its ranks after step" in stderr
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hanging_rank_of_a_sweep_ends_after_the_grace_time(tmp_path, rank):
+    sweep = Sweep(tmp_path, json.dumps({str(rank): "hang"}), f"running_{1 - rank}")
+    sweep.process.send_signal(signal.SIGINT)
+    code, stderr, ended = sweep.end()
+    assert (code, ended) == (130, "stopped"), stderr
+    assert "stopped by SIGINT; rank 0, 1 did not end in time and had to be killed" in stderr
+    assert alive(tmp_path) == []
+
+
+def alive(folder: Path) -> list[int]:
+    """Ranks of any job that still run."""
+    pids = [int(file.read_text()) for file in folder.rglob("pid_*")]
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_users_mistake_on_a_rank_ends_the_command_with_status_2(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
 
+import framework.data.prepare
 from framework.config.errors import UserError
 from framework.config.schema import DataConfig
 from framework.data.conversations import Turn
@@ -158,3 +160,9 @@ def test_what_one_process_saves_another_loads_whole(chatml, write_jsonl, tmp_pat
 def test_a_tokenizer_that_cannot_do_it_is_refused_before_rows_are_read(tokenizer_with, write_jsonl):
     with pytest.raises(UserError, match="without a chat template"):
         run(tokenizer_with(None), write_jsonl([chat("hi", "hi")] + ["{broken"] * 3))
+
+
+def test_p1_a_row_that_gets_lost_on_the_way_is_noticed(chatml, write_jsonl, monkeypatch):
+    monkeypatch.setattr(framework.data.prepare, "encode_rows", lambda *args, **options: islice(encode_rows(*args, **options), 2))
+    with pytest.raises(RuntimeError, match=r"rows of data\.train were lost"):
+        run(chatml, write_jsonl([chat("hello", "hi")] * 3))

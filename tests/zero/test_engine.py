@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from framework.zero import NonFiniteError, ZeroConfig, ZeroEngine, compat
+from framework import torch_private
+from framework.zero import NonFiniteError, ZeroConfig, ZeroEngine
 from tests.zero import zoo
 
 README = Path(__file__).parents[2] / "framework" / "zero" / "README.md"
 
 
 def test_private_torch_apis_behave_as_relied_upon() -> None:
-    compat.self_test.__wrapped__()
+    torch_private.self_test.__wrapped__()
 
 
 def test_the_plain_script_of_the_readme_trains(ranks) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Generator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from framework.progress import progress
 from framework.train.loggers import Tracker
 from framework.train.metrics import MetricsFile, MetricsRow
 
@@ -44,6 +46,7 @@ class Progress(pl.Callback):
         """The last training row, for the summary."""
         self._tokens = 0  # trained, of the whole run, up to the last logged step
         self._unread_tokens: torch.Tensor | None = None  # trained, since then
+        self._validated: Generator[int] | None = None  # batches of the validation under way
         self._seconds_before = 0.0  # of earlier parts of a resumed run
         self._first_step = 0
 
@@ -82,7 +85,17 @@ class Progress(pl.Callback):
         print(self._line(row), flush=True)
         self._record(row)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = progress(range(len(trainer.val_dataloaders)), "validation", unit="batches", show=trainer.is_global_zero)
+        next(self._validated)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        next(self._validated, None)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated.close()
         if trainer.sanity_checking or not trainer.is_global_zero or trainer.val_dataloaders.given_up:
             return
         step, loss = trainer.global_step, pl_module.last_validation

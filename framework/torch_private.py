@@ -1,4 +1,4 @@
-"""Every private or renamed torch API that the engine leans on, with a self-test that fails loudly when torch changes one.
+"""Every private or renamed torch API that is leant on here, with a self-test that fails loudly when torch changes one.
 
 The autograd ones are what torch's own `register_multi_grad_hook` and `fully_shard` are built from. The collectives
 `all_gather_single` and `reduce_scatter_single` carry these names since torch 2.13; before, they were
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -47,6 +50,25 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists, dicts and registered classes, and what `tree_unflatten` needs to put them together again."""
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether something watches every operation (fake tensors, tracing, counting FLOPs), and must see ours as one."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def raw_stream(device_index: int) -> int:
+    """The address of the current CUDA stream; `torch.cuda.current_stream().cuda_stream` takes three times as long."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step()` divides gradients by `optimizer.grad_scale` and does nothing where `optimizer.found_inf` is 1
     (the fused torch optimizers; the protocol of `torch.amp.GradScaler`)."""
@@ -79,6 +101,19 @@ def self_test() -> None:
 
     if is_view(torch.ones(2)) or not is_view(torch.ones(2).view(1, 2)):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._is_view answers differently")
+
+    tree = {"a": [torch.ones(1), (2, None)], "b": "c"}
+    leaves, spec = tree_flatten(tree)
+    if len(leaves) != 4 or tree_unflatten(leaves, spec) != tree:
+        raise RuntimeError(f"torch {torch.__version__}: pytrees are taken apart differently: got {leaves} of {tree}")
+
+    with TorchDispatchMode():
+        watched = in_dispatch_mode()
+    if in_dispatch_mode() or not watched:
+        raise RuntimeError(f"torch {torch.__version__} keeps its dispatch modes elsewhere")
+
+    if torch.cuda.is_initialized() and raw_stream(torch.cuda.current_device()) != torch.cuda.current_stream().cuda_stream:
+        raise RuntimeError(f"torch {torch.__version__}: raw_stream is not the current stream")
 
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)

@@ -38,7 +38,7 @@ from framework.train.callbacks.stop import GracefulStop
 from framework.train.loggers import Tracker, build_tracker
 from framework.train.metrics import MetricsFile
 from framework.train.module import CausalLMModule
-from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, write_summary
+from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, write_summary
 from framework.train.strategy import ZeroStrategy
 from framework.train.trainer import build_strategy, build_trainer
 from framework.worker import is_supervised
@@ -114,7 +114,7 @@ def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Pla
         prepared = prepare(recipe.data, tokenizer, seed=recipe.seed, show_progress=place.rank == 0)
     if place.local_world_size == 1:
         return prepared
-    folder = run_dir / "tokens" / f"node_{place.node_rank}"
+    folder = run_dir / TOKENS / f"node_{place.node_rank}"
     if place.local_rank == 0:
         prepared.save(folder)
         return prepared
@@ -218,7 +218,7 @@ def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: P
 def conclude(strategy: ZeroStrategy, progress: Progress, module: CausalLMModule, stop: GracefulStop, run_dir: Path) -> None:
     """Write summary.json and say where everything is."""
     row, memory = progress.last_row, strategy.engine.memory
-    shutil.rmtree(run_dir / "tokens", ignore_errors=True)
+    shutil.rmtree(run_dir / TOKENS, ignore_errors=True)
     stopped = stop.stopped_at_step is not None
     write_summary(
         run_dir,

@@ -9,6 +9,7 @@ Unusual: everything down to `start` runs without torch. The ranks are processes 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from framework.config.compose import Composed, hydra_main
 from framework.progress import busy, loading_libraries
 from framework.ranks import Place, launched, local_ranks
 from framework.train.failure import read_failure
-from framework.train.run_dir import SUMMARY, read_config, write_run_dir, write_summary
+from framework.train.run_dir import SUMMARY, TOKENS, read_config, write_run_dir, write_summary
 from framework.worker import working
 
 RANK_COMMAND = (sys.executable, "-m", "framework.worker")
@@ -49,6 +50,7 @@ def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
         run_dir=job.run_dir,
         stop_grace_seconds=job.recipe.trainer.stop_grace_seconds,
     )
+    shutil.rmtree(job.run_dir / TOKENS, ignore_errors=True)
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
     if outcome.status and not (job.run_dir / SUMMARY).exists():  # no rank came to write it

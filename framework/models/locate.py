@@ -8,6 +8,7 @@ a hub name `org/name`. Something that exists locally is never looked up on the h
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 from pathlib import Path
@@ -85,7 +86,16 @@ def _local_path(path: str, setting: str) -> Path | None:
         return local
     if HUB_NAME.fullmatch(path) and local.suffix != ".gguf":
         return None
-    raise UserError(Problem(path=setting, got=f"{path}, which does not exist", expected=NOTATIONS))
+    similar = difflib.get_close_matches(local.name, _names_in(local.parent), n=1)
+    fix = f"{setting}={local.parent / similar[0] if similar else '/path/to/model'}"
+    raise UserError(Problem(path=setting, got=f"{path}, which does not exist", expected=NOTATIONS, fix=fix))
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
 
 
 def _package_file(path: str, setting: str) -> Path:

@@ -10,8 +10,7 @@ CURVE_POINTS = 5
 
 def describe(plan: Plan) -> str:
     """The plan, a fact a line."""
-    recipe, arch, train, steps = plan.recipe, plan.architecture, plan.train, plan.steps
-    tokens, dtype = plan.tokens_per_step * steps.total_steps, recipe.precision.compute_dtype
+    recipe, arch, train, dtype = plan.recipe, plan.architecture, plan.train, plan.recipe.precision.compute_dtype
     share = f"{100 * plan.trained_parameters / plan.parameters:.4g}%"
     source = recipe.model.path or "random weights"
     lines = [
@@ -20,7 +19,7 @@ def describe(plan: Plan) -> str:
         ("data", f"{_counted(train)}; longest {train.longest:,}"),
         ("validation", "none" if plan.validation is None else _counted(plan.validation)),
         ("batch", str(plan.batch)),
-        ("steps", f"{steps.total_steps:,} = {steps.epochs:.4g} epochs of {steps.steps_per_epoch:,}; about {tokens:,.0f} tokens"),
+        ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
@@ -31,6 +30,20 @@ def describe(plan: Plan) -> str:
 
 def _counted(data: DataFacts) -> str:
     return f"{data.samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+
+
+def _length(plan: Plan) -> str:
+    """Where a recipe sets both ends of a run: which of them comes first, too."""
+    trainer, steps = plan.recipe.trainer, plan.steps
+    tokens = plan.tokens_per_step * steps.total_steps
+    text = f"{steps.total_steps:,} = {steps.epochs:.4g} epochs of {steps.steps_per_epoch:,}; about {tokens:,.0f} tokens"
+    if trainer.max_steps is None or trainer.epochs is None:
+        return text
+    if trainer.max_steps > steps.total_steps:
+        return f"{text}; trainer.epochs={trainer.epochs:g} comes before trainer.max_steps={trainer.max_steps}"
+    if trainer.epochs > steps.epochs:
+        return f"{text}; trainer.max_steps={trainer.max_steps} comes before trainer.epochs={trainer.epochs:g}"
+    return text
 
 
 def _curve(plan: Plan) -> str:

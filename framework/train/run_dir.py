@@ -43,6 +43,8 @@ METRICS = "metrics.csv"
 PLOT = "plot.png"
 LOGS = "logs"
 EXPORT = "export"
+TOKENS = "tokens"
+"""What the first rank of a machine has tokenised, for the others; gone when the run has ended."""
 
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "safetensors", "hydra-core", "omegaconf", "numpy", "wandb")
 CHECKOUT = Path(__file__).resolve().parents[2]

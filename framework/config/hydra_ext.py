@@ -2,7 +2,7 @@
 
 `register()` does it, once per process, before anything is composed:
 - `RecipeSource` serves FOLDER/NAME.yaml as `recipe/NAME` and `+recipe=./mine.yaml` as that file; `RecipeSearchPath` names the folders
-  (`$FRAMEWORK_RECIPES`, `--config-dir`, the shipped ones).
+  (`$FRAMEWORK_RECIPES`, `--config-dir`, the shipped ones). `GroupSource` serves the options of groups in `--config-dir`.
 - Two small patches of Hydra's internals, which public hooks do not reach: [Note: patches].
 
 [Note: patches] Hydra refuses a whole number as a group's option (`zero=3`: "must be a string or a list"), a group chosen without `+` that
@@ -24,6 +24,7 @@ from urllib.parse import quote, unquote
 import hydra
 import yaml
 from hydra._internal import config_loader_impl, defaults_list
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
@@ -91,6 +92,20 @@ class RecipeSource(ConfigSource):
         return find_recipe(unquote(name), [Path(self.path)]) if group == GROUP and name else None
 
 
+class GroupSource(FileConfigSource):
+    """`groups://FOLDER`: the options in the group folders of a user's, which come before shipped ones of the same name.
+
+    Files beside them are recipes, and none of them the shipped `config.yaml`.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "groups"
+
+    def is_config(self, config_path: str) -> bool:
+        return "/" in config_path.strip("/") and super().is_config(config_path)
+
+
 def find_recipe(name: str, folders: Iterable[Path]) -> Path | None:
     """The file of recipe `name`: a path (with `/` or `~`, or ending in .yaml) or the name of a file in `folders`."""
     file = Path(name).expanduser()
@@ -129,7 +144,7 @@ class RecipeSearchPath(SearchPathPlugin):
         for folder in recipe_folders(self.config_dir):
             search_path.append("framework", f"recipe://{folder}")
         if self.config_dir:
-            search_path.append("framework", f"file://{Path(self.config_dir).absolute()}")
+            search_path.prepend("framework", f"groups://{Path(self.config_dir).absolute()}", anchor="main")
 
 
 def register(defaults: dict[str, Any], config_dir: str | None) -> None:
@@ -138,6 +153,7 @@ def register(defaults: dict[str, Any], config_dir: str | None) -> None:
         raise ImportError(f"hydra-core {hydra.__version__} is installed; this framework needs >=1.3.2,<1.4")
     RecipeSearchPath.config_dir = config_dir
     Plugins.instance().register(RecipeSource)
+    Plugins.instance().register(GroupSource)
     Plugins.instance().register(RecipeSearchPath)
     ConfigStore.instance().store(name="schema_defaults", node=defaults, provider="framework")
     _read_overrides_as_meant()

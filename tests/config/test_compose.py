@@ -101,6 +101,15 @@ def test_a_recipe_file_may_have_an_odd_name(folder):
     assert recipe("+recipe=./my run (2).yaml").name == "odd"
 
 
+def test_an_option_of_the_users_comes_before_the_shipped_one_of_its_name(folder):
+    write(folder / "own/zero/2.yaml", "stage: 2\nprefetch_bytes: 77\n")
+    write(folder / "own/config.yaml", "name: a recipe that is called config\n")
+    assert recipe("--config-dir", "own", "+recipe=llama_sft").zero.prefetch_bytes == 77
+    assert recipe("--config-dir", "own", "+recipe=quickstart", "zero=2").zero.prefetch_bytes == 77
+    assert recipe("--config-dir", "own", "+recipe=quickstart", "zero=3").zero.prefetch_bytes != 77
+    assert recipe("--config-dir", "own", "+recipe=config").name == "a recipe that is called config"
+
+
 def test_config_dir_adds_recipes_and_options_of_the_users(folder):
     write(folder / "own/mine.yaml", "defaults:\n  - override /zero: large\n")
     write(folder / "own/zero/large.yaml", "stage: 3\nprefetch_bytes: 1000\n")

@@ -48,7 +48,7 @@ def check_everything(recipe: RecipeConfig) -> list[Problem]:
 def check_inputs(recipe: RecipeConfig) -> list[Problem]:
     """Problems with the files and models that the recipe names; reads the first rows of the data."""
     from framework.data.sources import peek
-    from framework.models.locate import check_path
+    from framework.models.locate import check_adapter_path, check_path
     from framework.train.loggers import check_logger
 
     problems = []
@@ -56,4 +56,6 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_path(recipe.model.path, "model.path")
     if recipe.model.tokenizer is not None:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
+    if recipe.peft.path is not None:
+        problems += check_adapter_path(recipe.peft.path, "peft.path")
     return problems + peek(recipe.data) + check_logger(recipe.logger)

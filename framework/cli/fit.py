@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from framework.checkpoint.export import export_folder
+from framework.checkpoint.export import export_adapter, export_folder
 from framework.config.errors import Problem, UserError
 from framework.config.hardware import world_size
 from framework.config.schema import KernelsConfig, RecipeConfig
@@ -25,6 +26,8 @@ from framework.data.dataset import TokenDataset
 from framework.data.prepare import Prepared, prepare
 from framework.data.show import render_sample
 from framework.kernels.library import choose, missing
+from framework.models.adapter import open_adapter
+from framework.models.lora import AdapterReader, Read
 from framework.models.pretrained import Pretrained, open_pretrained
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
@@ -53,6 +56,7 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     """
     place = launched(os.environ)
     is_first = place.rank == 0
+    torch.manual_seed(int(np.random.SeedSequence([recipe.seed, place.rank]).generate_state(1)[0]))  # of dropout, the only draws in a run
     pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
     tokenizer = load_tokenizer(recipe.model) if place.local_rank == 0 else None
     prepared = prepare_once(recipe, tokenizer, run_dir, place)
@@ -63,7 +67,7 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     tracker = build_tracker(recipe, run_dir) if is_first else Tracker()
     metrics = MetricsFile(run_dir / METRICS) if is_first else None
     module = build_module(plan)
-    strategy = build_strategy(recipe, pretrained.read if pretrained else None)
+    strategy = build_strategy(recipe, initial_weights(recipe, pretrained))
     stop = GracefulStop(run_dir if is_supervised() else None, supervised=is_supervised())
     progress = Progress(
         metrics,
@@ -163,6 +167,14 @@ def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path) -> 
     print(f"\n{text}\n\n{render_sample(tokenizer, prepared.train[0])}\n", flush=True)
 
 
+def initial_weights(recipe: RecipeConfig, pretrained: Pretrained | None) -> Read | None:
+    """`read(name, start, stop)` for the engine; None: random weights."""
+    if pretrained is None or recipe.peft.method == "none":
+        return None if pretrained is None else pretrained.read
+    adapter = None if recipe.peft.path is None else open_adapter(recipe.peft, pretrained.config)
+    return AdapterReader(pretrained, recipe.peft, recipe.seed, adapter).read
+
+
 def build_module(plan: Plan) -> CausalLMModule:
     """The LightningModule; its weights come with the strategy's engine."""
     model = plan.recipe.model
@@ -173,6 +185,7 @@ def build_module(plan: Plan) -> CausalLMModule:
         total_steps=plan.steps.total_steps,
         activation_checkpointing=model.activation_checkpointing,
         compile_blocks=model.compile,
+        peft=plan.recipe.peft,
     )
 
 
@@ -202,16 +215,23 @@ def batches(plan: Plan, prepared: Prepared, place: Place) -> tuple[StepBatches, 
 
 
 def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tokenizer: Any, run_dir: Path) -> None:
-    """Write RUN/export. Collective."""
+    """Write RUN/export: the model, or the adapter. Collective."""
+    recipe, folder = plan.recipe, run_dir / EXPORT
+    beside = {
+        "tokenizer": tokenizer,
+        "stop_token_ids": prepared.stop_ids,
+        "generation_config": pretrained.generation_config if pretrained else None,
+    }
+    if recipe.peft.method == "lora":
+        export_adapter(strategy.engine, plan.architecture, recipe.peft, recipe.model.path, folder, **beside)
+        return
     export_folder(
         strategy.engine,
         plan.architecture,
-        run_dir / EXPORT,
-        dtype=plan.recipe.checkpoint.export_dtype,
-        max_shard_bytes=plan.recipe.checkpoint.max_shard_bytes,
-        tokenizer=tokenizer,
-        stop_token_ids=prepared.stop_ids,
-        generation_config=pretrained.generation_config if pretrained else None,
+        folder,
+        dtype=recipe.checkpoint.export_dtype,
+        max_shard_bytes=recipe.checkpoint.max_shard_bytes,
+        **beside,
     )
 
 

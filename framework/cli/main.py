@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train from a recipe: framework train +recipe=llama_sft zero=3",
     "check": "say what a training command would do, or everything that is wrong with it",
     "generate": 'let a trained model answer: framework generate --model RUN "a prompt"',
+    "export": "write a model as a Hugging Face folder: framework export RUN OUT [--merge]",
     "help": "explain groups and settings: framework help [GROUP | GROUP.KEY]",
     "env": "versions, GPUs, cores and memory, for reports",
 }
@@ -46,6 +47,10 @@ def run(command: str, arguments: Sequence[str]) -> int:
         from framework.cli import generate
 
         return generate.main(arguments)
+    if command == "export":
+        from framework.cli import export
+
+        return export.main(arguments)
     if command == "check":
         from framework.cli import check
 

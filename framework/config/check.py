@@ -6,6 +6,7 @@ rooms that read them. Each rule is a small function of one group that yields pro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,16 @@ from framework.config.batch import solve_batch
 from framework.config.errors import Problem, UserError
 from framework.config.hardware import check_hardware, world_size
 from framework.config.schedule import decay_steps, warmup_steps, warmup_too_long, zero_steps
-from framework.config.schema import DataConfig, LlamaConfig, ModelConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig
+from framework.config.schema import (
+    DataConfig,
+    LlamaConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PeftConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 
 
 def check(recipe: RecipeConfig) -> list[Problem]:
@@ -26,6 +36,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
     return [
         *_names(recipe),
         *_model(recipe.model),
+        *_peft(recipe.peft, recipe.model),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
         *_optimizer(recipe.optimizer),
@@ -81,6 +92,28 @@ def _architecture(arch: LlamaConfig) -> Iterator[Problem]:
         expected = f"a divisor of the {heads} query heads: {', '.join(map(str, legal))}"
         fix = f"model.arch.num_key_value_heads={min(legal, key=lambda value: abs(value - kv_heads))}"
         yield Problem(path="model.arch.num_key_value_heads", got=str(kv_heads), expected=expected, fix=fix)
+
+
+def _peft(peft: PeftConfig, model: ModelConfig) -> Iterator[Problem]:
+    if peft.method == "none":
+        if peft.path is not None:
+            yield Problem(path="peft.path", got=f"{peft.path} with peft.method=none", expected="null, or peft.method=lora", fix="peft=lora")
+        return
+    if model.path is None:
+        got, expected = f"{peft.method} on random weights", "a pretrained model that the adapter belongs to"
+        yield Problem(path="peft.method", got=got, expected=expected, fix="model.path=/path/to/model")
+    yield from _at_least("peft.rank", peft.rank, 1)
+    if peft.alpha <= 0:
+        yield Problem(path="peft.alpha", got=f"{peft.alpha:g}", expected="above 0", fix="peft.alpha=32")
+    yield from _share("peft.dropout", peft.dropout)
+    if not peft.targets:
+        yield Problem(path="peft.targets", got="no layer", expected="at least one", fix="peft.targets=[all-linear]")
+    for target in peft.targets:
+        try:
+            re.compile(target)
+        except re.error as error:
+            expected = "a name, a regular expression or all-linear"
+            yield Problem(path="peft.targets", got=f"{target!r} ({error})", expected=expected, fix="peft.targets=[all-linear]")
 
 
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:

@@ -89,6 +89,28 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeftConfig:
+    """Group `peft`: training a few added parameters in place of the model's own."""
+
+    method: Literal["none", "lora"] = "none"
+    """none: all parameters of the model are trained; lora: low-rank adapters are, and the model stays as it is."""
+    rank: int = 16
+    """Rank of an adapter: it has rank x (inputs + outputs) parameters."""
+    alpha: float = 32.0
+    """The adapter's product is multiplied with alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is zeroed in training."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Layers with an adapter: last words of names (`q_proj`), regular expressions for whole names, or `all-linear` (all but the head)."""
+    rslora: bool = False
+    """Multiply with alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    dora: bool = False
+    """Train the length of each row of the sum, too (arXiv:2402.09353)."""
+    path: str | None = None
+    """Go on training the adapter in this folder; rank, alpha, targets, rslora and dora must be its own. None: a new one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ColumnsConfig:
     """Which column of a data file holds what; None keeps the usual names of the format."""
 
@@ -268,6 +290,7 @@ class RecipeConfig:
     runs_dir: str = "runs"
     """Run directories are made here: RUNS_DIR/NAME/TIME."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     data: DataConfig = field(default_factory=DataConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

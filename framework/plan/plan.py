@@ -12,6 +12,7 @@ from framework.config.errors import Problem, UserError
 from framework.config.schedule import StepPlan, lr_factor, plan_steps
 from framework.config.schema import LlamaConfig, RecipeConfig
 from framework.models.llama import Llama
+from framework.models.lora import add_adapter
 from framework.zero.layout import UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.policy import policy_of
@@ -122,6 +123,7 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     lr_factor(recipe.schedule, 0, steps.total_steps)  # refuses a warm-up as long as the run
     with torch.device("meta"):
         model = Llama(architecture)
+    add_adapter(model, recipe.peft)
     return Plan(
         recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)
     )

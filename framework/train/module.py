@@ -17,8 +17,9 @@ from torch import nn
 
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import lr_factor
-from framework.config.schema import LlamaConfig, OptimizerConfig, ScheduleConfig
+from framework.config.schema import LlamaConfig, OptimizerConfig, PeftConfig, ScheduleConfig
 from framework.models.llama import Llama
+from framework.models.lora import add_adapter
 from framework.zero import StepStats
 
 MicroBatch = dict[str, Any]
@@ -37,11 +38,12 @@ class CausalLMModule(LightningModule):
         total_steps: int,
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
+        peft: PeftConfig | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.architecture, self.optimizer_config = architecture, optimizer
-        self.schedule, self.total_steps = schedule, total_steps
+        self.schedule, self.total_steps, self.peft = schedule, total_steps, peft or PeftConfig()
         self.activation_checkpointing, self.compile_blocks = activation_checkpointing, compile_blocks
         self.model: Llama | None = None
 
@@ -63,6 +65,7 @@ class CausalLMModule(LightningModule):
                 self.model = Llama(
                     self.architecture, activation_checkpointing=self.activation_checkpointing, compile_blocks=self.compile_blocks
                 )
+            add_adapter(self.model, self.peft)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW; matrices and embeddings decay, norms and biases do not."""

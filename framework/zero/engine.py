@@ -308,9 +308,9 @@ class ZeroEngine:
             for unit in self.units:
                 unit.release()
 
-    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def full_tensors(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield (name, whole parameter on rank 0, None elsewhere). Collective. See `state.full_tensors`."""
-        return state.full_tensors(self)
+        return state.full_tensors(self, trained_only=trained_only)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and optimizer state as whole tensors on rank 0. Collective. See `state.state_dict`."""

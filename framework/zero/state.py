@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
 
 
-def full_tensors(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_tensors(engine: ZeroEngine, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name, whole parameter) in layout order: trained ones from the fp32 masters, frozen ones in the compute dtype; a tied
     parameter once, under its first name. At most one unit is held at a time; ranks other than 0 get None."""
     engine.check_last_step()
-    for buffer in engine.buffers:
+    for buffer in engine.trained if trained_only else engine.buffers:
         source = buffer.master if buffer.layout.requires_grad else buffer.shard
         yield from _whole(engine, buffer, source)
 

@@ -1,1 +1,1 @@
-"""What outlives a run: exporting trained weights to Hugging Face folders."""
+"""What outlives a run: checkpoints to go on from, and exports for others."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from framework.checkpoint.folder import resolve
 from framework.config.check import check
 from framework.config.compose import STATUS_USER_MISTAKE, compose
 from framework.config.errors import Problem, UserError
@@ -58,4 +60,8 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
     if recipe.peft.path is not None:
         problems += check_adapter_path(recipe.peft.path, "peft.path")
+    try:
+        resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
+    except UserError as error:
+        problems += error.problems
     return problems + peek(recipe.data) + check_logger(recipe.logger)

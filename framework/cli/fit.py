@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from framework.checkpoint.export import export_adapter, export_folder
+from framework.checkpoint.folder import resolve
+from framework.checkpoint.load import Checkpoint
 from framework.config.errors import Problem, UserError
 from framework.config.hardware import world_size
 from framework.config.schema import KernelsConfig, RecipeConfig
@@ -32,14 +34,16 @@ from framework.models.pretrained import Pretrained, open_pretrained
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
+from framework.plan.resume import check_resume, state_of
 from framework.ranks import Place, launched
 from framework.train.callbacks.agreement import Agreement
+from framework.train.callbacks.checkpoint import Resume, SaveCheckpoints
 from framework.train.callbacks.failure import FailureReporter
 from framework.train.callbacks.plot import PlotMetrics
 from framework.train.callbacks.progress import Progress
 from framework.train.callbacks.stop import GracefulStop
 from framework.train.loggers import Tracker, build_tracker
-from framework.train.metrics import MetricsFile
+from framework.train.metrics import MetricsFile, continue_metrics
 from framework.train.module import CausalLMModule
 from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, write_summary
 from framework.train.strategy import ZeroStrategy
@@ -64,10 +68,14 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     if is_first:
         introduce(plan, prepared, tokenizer, run_dir)
 
-    tracker = build_tracker(recipe, run_dir) if is_first else Tracker()
+    checkpoint = None if recipe.resume == "none" else resumed(plan, Path(recipe.resume), run_dir, is_first)
+    first_step = checkpoint.step if checkpoint else 0
+
+    tracker = build_tracker(recipe, run_dir, run_id=checkpoint.run["tracker"] if checkpoint else None) if is_first else Tracker()
     metrics = MetricsFile(run_dir / METRICS) if is_first else None
     module = build_module(plan)
-    strategy = build_strategy(recipe, initial_weights(recipe, pretrained))
+    weights = initial_weights(recipe, pretrained)
+    strategy = build_strategy(recipe, checkpoint.reader(weights) if checkpoint else weights)
     stop = GracefulStop(run_dir if is_supervised() else None, supervised=is_supervised())
     progress = Progress(
         metrics,
@@ -76,23 +84,33 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
         steps_per_epoch=plan.steps.steps_per_epoch,
         log_every_n_steps=recipe.trainer.log_every_n_steps,
     )
+    if checkpoint:
+        progress.load_state_dict(checkpoint.run["progress"])
+    saves = SaveCheckpoints(
+        run_dir, recipe.checkpoint, lambda: {**state_of(plan), "progress": progress.state_dict(), "tracker": tracker.run_id}
+    )
+    callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, saves, PlotMetrics(run_dir, recipe.name)]
     trainer = build_trainer(
         recipe,
         strategy,
         total_steps=plan.steps.total_steps,
+        first_step=first_step,
         run_dir=run_dir,
-        callbacks=[FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, PlotMetrics(run_dir, recipe.name)],
+        callbacks=[Resume(checkpoint), *callbacks] if checkpoint else callbacks,
         loggers=tracker.loggers,
     )
     succeeded = False
     try:
-        trainer.fit(module, *batches(plan, prepared, place))
-        if recipe.checkpoint.export:
-            with stop.saving(strategy.engine.steps_done, is_first=is_first):
+        trainer.fit(module, *batches(plan, prepared, place, first_step))
+        stopped = stop.stopped_at_step is not None
+        with stop.saving(strategy.engine.steps_done, is_first=is_first):
+            if recipe.checkpoint.on_stop if stopped else recipe.checkpoint.at_end:
+                saves.save(trainer)
+            if recipe.checkpoint.export:
                 export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
         succeeded = True
         if is_first:
-            conclude(strategy, progress, module, stop, run_dir)
+            conclude(strategy, progress, module, stop, saves, run_dir)
     finally:
         tracker.finish("success" if succeeded else "failed")
         if metrics is not None:
@@ -104,7 +122,13 @@ def preview(recipe: RecipeConfig) -> str:
     """What `run` would do on this machine, as it would print it. Reads and tokenises the data."""
     pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
     prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=True)
-    return page(plan_of(recipe, pretrained, prepared, world_size(recipe.trainer)), prepared)
+    plan = plan_of(recipe, pretrained, prepared, world_size(recipe.trainer))
+    folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
+    if folder is None:
+        return page(plan, prepared)
+    checkpoint = Checkpoint(folder)
+    changes = [f"changed since the checkpoint: {change}" for change in check_resume(plan, checkpoint.run, checkpoint.step)]
+    return "\n".join([f"resumes after step {checkpoint.step:,} from {folder}", *changes, "", page(plan, prepared)])
 
 
 def page(plan: Plan, prepared: Prepared) -> str:
@@ -167,6 +191,20 @@ def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path) -> 
     print(f"\n{text}\n\n{render_sample(tokenizer, prepared.train[0])}\n", flush=True)
 
 
+def resumed(plan: Plan, folder: Path, run_dir: Path, is_first: bool) -> Checkpoint:
+    """The checkpoint in `folder`, from which this run goes on; metrics.csv begins with what its run had logged until then.
+
+    Raises UserError where the recipe is not one that it can go on with.
+    """
+    checkpoint = Checkpoint(folder)
+    changes = check_resume(plan, checkpoint.run, checkpoint.step)
+    if is_first:
+        for change in changes:
+            print(f"changed since the checkpoint: {change}", flush=True)
+        continue_metrics(folder.parents[1] / METRICS, run_dir / METRICS, checkpoint.step)
+    return checkpoint
+
+
 def initial_weights(recipe: RecipeConfig, pretrained: Pretrained | None) -> Read | None:
     """`read(name, start, stop)` for the engine; None: random weights."""
     if pretrained is None or recipe.peft.method == "none":
@@ -189,8 +227,8 @@ def build_module(plan: Plan) -> CausalLMModule:
     )
 
 
-def batches(plan: Plan, prepared: Prepared, place: Place) -> tuple[StepBatches, EvalBatches | None]:
-    """This rank's training steps and validation micro-batches."""
+def batches(plan: Plan, prepared: Prepared, place: Place, first_step: int) -> tuple[StepBatches, EvalBatches | None]:
+    """This rank's training steps after the first `first_step`, and validation micro-batches."""
     recipe, batch = plan.recipe, plan.batch
     train = StepBatches(
         prepared.train,
@@ -201,6 +239,7 @@ def batches(plan: Plan, prepared: Prepared, place: Place) -> tuple[StepBatches, 
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         total_steps=plan.steps.total_steps,
+        first_step=first_step,
     )
     if prepared.validation is None:
         return train, None
@@ -235,7 +274,9 @@ def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: P
     )
 
 
-def conclude(strategy: ZeroStrategy, progress: Progress, module: CausalLMModule, stop: GracefulStop, run_dir: Path) -> None:
+def conclude(
+    strategy: ZeroStrategy, progress: Progress, module: CausalLMModule, stop: GracefulStop, saves: SaveCheckpoints, run_dir: Path
+) -> None:
     """Write summary.json and say where everything is."""
     row, memory = progress.last_row, strategy.engine.memory
     shutil.rmtree(run_dir / TOKENS, ignore_errors=True)
@@ -252,11 +293,17 @@ def conclude(strategy: ZeroStrategy, progress: Progress, module: CausalLMModule,
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
+        checkpoint_step=saves.saved_step,
+        failed_saves=saves.failures,
     )
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
     for what, name in (("plot", PLOT), ("metrics", METRICS), ("export", EXPORT)):
         if (run_dir / name).exists():
             print(f"{what + ':':<9}{run_dir / name}")
+    for failure in saves.failures:
+        print(f"CHECKPOINT NOT SAVED at {failure}")
+    if stopped and saves.saved_step is not None:
+        print(f"go on:   the same command with resume={run_dir}")
     if (run_dir / EXPORT).exists():
         print(f'ask it:  framework generate --model {run_dir} "your question"', flush=True)
 

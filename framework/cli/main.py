@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "say what a training command would do, or everything that is wrong with it",
     "generate": 'let a trained model answer: framework generate --model RUN "a prompt"',
     "export": "write a model as a Hugging Face folder: framework export RUN OUT [--merge]",
+    "checkpoint": "what a run has saved and whether it is whole: framework checkpoint ls|show|verify RUN",
     "help": "explain groups and settings: framework help [GROUP | GROUP.KEY]",
     "env": "versions, GPUs, cores and memory, for reports",
 }
@@ -51,6 +52,10 @@ def run(command: str, arguments: Sequence[str]) -> int:
         from framework.cli import export
 
         return export.main(arguments)
+    if command == "checkpoint":
+        from framework.cli import checkpoint
+
+        return checkpoint.main(arguments)
     if command == "check":
         from framework.cli import check
 

@@ -12,8 +12,10 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from framework.checkpoint.folder import resolve
 from framework.cli.check import check_everything
 from framework.cli.external import join_run, quiet_console
 from framework.cli.launch import launch
@@ -41,6 +43,7 @@ def start(job: Composed) -> int:
 
 def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
     """Write the run directory, start this machine's ranks as `rank_command CONFIG RUN_DIR`, and say how they ended."""
+    job = with_checkpoint(job)
     config = write_run_dir(job.run_dir, job.recipe, overrides=job.overrides, command=sys.argv)
     ranks = local_ranks(job.recipe.trainer)
     print(f"run directory: {job.run_dir}" + (f" ({ranks} ranks)" if ranks > 1 else ""), flush=True)
@@ -63,6 +66,8 @@ def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
 
 def work(job: Composed, place: Place) -> int:
     """Be the rank at `place` of a run that a launcher has started."""
+    if place.rank == 0:
+        job = with_checkpoint(job)
     with busy("meeting the other ranks", show=place.rank == 0):
         run_dir = join_run(job, place)
     try:
@@ -76,6 +81,19 @@ def work(job: Composed, place: Place) -> int:
             _summarise_failure(run_dir, place.world_size, end.code)
         raise
     return 0
+
+
+def with_checkpoint(job: Composed) -> Composed:
+    """The job with the checkpoint that `resume` means by its full path; says so before anything else."""
+    recipe = job.recipe
+    if recipe.resume == "none":
+        return job
+    folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
+    if folder is None:
+        print(f"resume=auto: {Path(recipe.runs_dir) / recipe.name} has no checkpoint; a new start", flush=True)
+    else:
+        print(f"resuming from {folder}", flush=True)
+    return replace(job, recipe=replace(recipe, resume="none" if folder is None else str(folder)))
 
 
 def _summarise_failure(run_dir: Path, world_size: int, status: int) -> None:

@@ -134,6 +134,9 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
 def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
     yield from _at_least("zero.prefetch_bytes", recipe.zero.prefetch_bytes, 0)
     yield from _at_least("checkpoint.max_shard_bytes", recipe.checkpoint.max_shard_bytes, 1)
+    yield from _at_least("checkpoint.keep", recipe.checkpoint.keep, 1)
+    if recipe.checkpoint.every_n_steps is not None:
+        yield from _at_least("checkpoint.every_n_steps", recipe.checkpoint.every_n_steps, 1)
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:

@@ -247,8 +247,18 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Group `checkpoint`: what is written at the end."""
+    """Group `checkpoint`: what is saved on the way, to go on from, and what is written at the end."""
 
+    every_n_steps: int | None = 500
+    """Save all that is needed to go on (RUN/checkpoints) each time so many optimizer steps are done; None: not on the way."""
+    keep: int = 2
+    """Newest checkpoints that stay."""
+    on_stop: bool = True
+    """Save one, too, when the run is stopped by a signal."""
+    at_end: bool = False
+    """Save one, too, after the last step."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What a failed save (a full disk) does to the run; earlier checkpoints stay in either case."""
     export: bool = True
     """Write a Hugging Face folder to RUN/export when training ends (also when it is stopped by a signal)."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -289,6 +299,9 @@ class RecipeConfig:
     """Initial weights and sample order."""
     runs_dir: str = "runs"
     """Run directories are made here: RUNS_DIR/NAME/TIME."""
+    resume: str = "none"
+    """Go on from a checkpoint: `auto` (the newest of RUNS_DIR/NAME, or a new start where there is none), a run directory or a checkpoint
+    folder; `none`: a new start. The resumed run has a directory of its own."""
     model: ModelConfig = field(default_factory=ModelConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -41,22 +41,25 @@ class StepBatches:
         shuffle: bool = True,
         pad_id: int = 0,
         total_steps: int | None = None,
+        first_step: int = 0,
     ) -> None:
-        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole."""
+        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole. `first_step` steps have been done before."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
         self.dataset, self.pad_id = dataset, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
         self.seed, self.shuffle, self.total_steps = seed, shuffle, total_steps
         self.global_batch_size = micro_batch_size * accumulate * world_size
         self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
-        self.epoch = 0
+        self._first_epoch, self._skipped = divmod(first_step, self.steps_per_epoch)
+        self.epoch = self._first_epoch
 
     @property
     def sampler(self) -> StepBatches:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        """`epoch` counts from the first one of this run."""
+        self.epoch = self._first_epoch + epoch
 
     def __len__(self) -> int:
         if self.total_steps is None:
@@ -66,7 +69,7 @@ class StepBatches:
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         samples = len(self.dataset)
         order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
-        for step in range(len(self)):
+        for step in range(self._skipped if self.epoch == self._first_epoch else 0, len(self)):
             chosen = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
             micro_batches = -(-len(chosen) // (self.micro_batch_size * self.world_size))
             slots = micro_batches * self.world_size

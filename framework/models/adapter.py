@@ -153,7 +153,7 @@ def write_adapter(
     """
     shapes = adapter_shapes(architecture, config)
     with new_folder(folder) as partial:
-        writer = StreamWriter(partial / ADAPTER_WEIGHTS, {_file_name(name): shape for name, shape in shapes.items()}, torch.float32)
+        writer = StreamWriter(partial / ADAPTER_WEIGHTS, {_file_name(name): (shape, torch.float32) for name, shape in shapes.items()})
         left = dict(shapes)
         for name, tensor in tensors:
             if tuple(tensor.shape) != left.pop(name, None):

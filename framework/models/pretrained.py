@@ -218,7 +218,7 @@ def _write_weights(
 ) -> None:
     shapes = parameter_shapes(config)
     shards = _plan_shards(shapes, dtype, max_shard_bytes)
-    writers = {file: StreamWriter(folder / file, {name: shapes[name] for name in names}, dtype) for file, names in shards.items()}
+    writers = {file: StreamWriter(folder / file, {name: (shapes[name], dtype) for name in names}) for file, names in shards.items()}
     writer_of = {name: writers[file] for file, names in shards.items() for name in names}
     written: set[str] = set()
     for name, tensor in progress(tensors, "writing weights", total=len(shapes), unit="tensors", show=show):

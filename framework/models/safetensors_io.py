@@ -105,28 +105,36 @@ def _read_fully(descriptor: int, target: memoryview, offset: int, file: Path) ->
 
 
 class StreamWriter:
-    """Writes one file whose tensors' names, shapes and dtype are known beforehand; the tensors may come in any order."""
+    """Writes one file whose tensors' names, shapes and dtypes are known beforehand; the tensors may come in any order."""
 
-    def __init__(self, file: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._offsets: dict[str, int] = {}
+    def __init__(self, file: Path, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """`tensors`: shape and dtype by name."""
+        self._places: dict[str, tuple[int, torch.dtype]] = {}
         header, end = {"__metadata__": {"format": "pt"}}, 0
-        for name, shape in shapes.items():
+        for name, (shape, dtype) in tensors.items():
             begin, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-            self._offsets[name] = begin
+            self._places[name] = (begin, dtype)
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)  # the data start aligned
         self._data_start = 8 + len(raw)
         self._stream = file.open("wb")
         self._stream.write(struct.pack("<Q", len(raw)) + raw)
         self._stream.truncate(self._data_start + end)
+        self.file_bytes = self._data_start + end
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Store `tensor`, converted to the file's dtype, as `name`."""
-        flat = tensor.detach().to(device="cpu", dtype=self._dtype).contiguous().view(-1)
-        self._stream.seek(self._data_start + self._offsets[name])
-        self._stream.write(memoryview(flat.view(torch.uint8).numpy()))
+    def write(self, name: str, tensor: Tensor) -> memoryview:
+        """Store `tensor`, converted to its dtype in the file, as `name`; its bytes come back."""
+        begin, dtype = self._places[name]
+        flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().view(-1)
+        data = memoryview(flat.view(torch.uint8).numpy())
+        self._stream.seek(self._data_start + begin)
+        self._stream.write(data)
+        return data
 
-    def close(self) -> None:
+    def close(self, *, durably: bool = False) -> None:
+        """`durably`: what was written is on the disk when this returns."""
+        if durably:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
         self._stream.close()

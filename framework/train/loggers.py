@@ -66,15 +66,15 @@ def check_logger(config: LoggerConfig) -> list[Problem]:
     return [Problem(path="logger.name", got=config.name, expected=expected, fix=f"pip install {needed}, or logger=none")]
 
 
-def build_tracker(recipe: RecipeConfig, run_dir: Path) -> Tracker:
-    """The tracker of rank 0. Raises UserError when the dashboard cannot be used as asked."""
+def build_tracker(recipe: RecipeConfig, run_dir: Path, run_id: str | None = None) -> Tracker:
+    """The tracker of rank 0; `run_id`: of the run in the dashboard that goes on (P39). Raises UserError when it cannot be used as asked."""
     problems = check_logger(recipe.logger)
     if problems:
         raise UserError(*problems)
     if recipe.logger.name == "tensorboard":
         return _tensorboard(recipe, run_dir)
     if recipe.logger.name == "wandb":
-        return _wandb(recipe, run_dir)
+        return _wandb(recipe, run_dir, run_id)
     return Tracker()
 
 
@@ -88,26 +88,26 @@ def _tensorboard(recipe: RecipeConfig, run_dir: Path) -> Tracker:
 
 
 # ---- Weights & Biases
-def _wandb(recipe: RecipeConfig, run_dir: Path) -> Tracker:
+def _wandb(recipe: RecipeConfig, run_dir: Path, run_id: str | None) -> Tracker:
     config = recipe.logger
     os.environ.setdefault("WANDB_SILENT", "true")  # its banner; what matters is said here
     if config.mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
         if config.mode == "online":
             raise _not_online(f"WANDB_MODE={os.environ['WANDB_MODE']} in the environment")
-        return _started(recipe, run_dir, offline=True)
+        return _started(recipe, run_dir, run_id, offline=True)
     hindrance = _hindrance()
     if hindrance is None:
         try:
-            return _started(recipe, run_dir, offline=False)
+            return _started(recipe, run_dir, run_id, offline=False)
         except _wandb_errors() as error:
             hindrance = str(error).strip().split("\n")[0]
     if config.mode == "online":
         raise _not_online(hindrance)
     print(f"wandb: {hindrance}; writing offline, to be sent later with `wandb sync {run_dir / 'wandb'}/offline-run-*`", flush=True)
-    return _started(recipe, run_dir, offline=True)
+    return _started(recipe, run_dir, run_id, offline=True)
 
 
-def _started(recipe: RecipeConfig, run_dir: Path, *, offline: bool) -> Tracker:
+def _started(recipe: RecipeConfig, run_dir: Path, run_id: str | None, *, offline: bool) -> Tracker:
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 
@@ -116,6 +116,7 @@ def _started(recipe: RecipeConfig, run_dir: Path, *, offline: bool) -> Tracker:
     logger = WandbLogger(
         name=f"{recipe.name}/{run_dir.name}",
         save_dir=run_dir,
+        id=run_id,  # Lightning sets resume="allow"
         offline=offline,
         mode=mode,  # WandbLogger's own way is an environment variable, which wandb reads only once per process
         project=config.project,

@@ -67,6 +67,15 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     return [MetricsRow(**{name: _value(name, cell) for name, cell in row.items()}) for row in csv.DictReader(lines)]
 
 
+def continue_metrics(old: Path, new: Path, step: int) -> None:
+    """Begin `new` with the rows of `old` up to optimizer step `step`; nothing where there is no `old`."""
+    rows = [row for row in read_metrics(old) if row.step <= step] if Path(old).exists() else []
+    file = MetricsFile(new)
+    for row in rows:
+        file.append(row)
+    file.close()
+
+
 def series(rows: list[MetricsRow], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one column, without its empty cells."""
     points = [(row.step, value) for row in rows if (value := getattr(row, name)) is not None]

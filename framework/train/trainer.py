@@ -33,11 +33,14 @@ def build_trainer(
     strategy: ZeroStrategy,
     *,
     total_steps: int,
+    first_step: int = 0,
     run_dir: Path,
     callbacks: Sequence[Callback] = (),
     loggers: Sequence[Logger] = (),
 ) -> Trainer:
-    """A Trainer that runs `total_steps` optimizer steps over `StepBatches` and validates every `eval.every_n_steps` and after the last one.
+    """A Trainer that runs optimizer steps `first_step` to `total_steps` over `StepBatches`.
+
+    It validates every `eval.every_n_steps` and after the last one.
 
     Ranks are those of the launcher (`RANK`, `WORLD_SIZE`); progress, metrics and checkpoints are for `callbacks`.
     """
@@ -59,7 +62,17 @@ def build_trainer(
         enable_model_summary=False,
     )
     _leave_signals_alone(trainer)
+    _count_from(trainer, first_step)
     return trainer
+
+
+def _count_from(trainer: Trainer, step: int) -> None:
+    """Let `global_step` and the cadence of validations go on after `step`."""
+    loop = trainer.fit_loop.epoch_loop
+    for progress in (loop.manual_optimization.optim_step_progress.total, loop.batch_progress.total):
+        for name in ("ready", "started", "processed", "completed"):
+            if hasattr(progress, name):
+                setattr(progress, name, step)
 
 
 def _leave_signals_alone(trainer: Trainer) -> None:

@@ -5,7 +5,7 @@ Collectives: every rank calls these at the same time; whole tensors appear on ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
             if _is_flat(value, piece):
                 flat.setdefault(piece.slot.name, set()).add(key)
             else:
-                scalars.setdefault(piece.slot.name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+                scalars.setdefault(piece.slot.name, {})[key] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
     states: dict[str, dict[str, Any]] = {}
     flat_keys: dict[str, set[str]] = {}
     for found, keys_of in engine.world.gather_objects((scalars, flat)):  # a rank knows of the parameters that it has pieces of
@@ -79,29 +79,42 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
                 raise KeyError(f"{piece.slot.name}: got shape {tuple(whole.shape)}, expected {tuple(piece.slot.shape)}")
             target[piece.shard_start : piece.shard_stop].copy_(whole.reshape(-1)[piece.start : piece.stop])
         buffer.publish()
-    sharded = engine.sharded_optimizer
-    if sharded is None:
-        return
-    sharded.torch.state.clear()
-    for group, options in zip(sharded.torch.param_groups, state["param_groups"], strict=True):
-        group.update(options)
-    on_device = {id(shard) for group in sharded.torch.param_groups if _steps_on_device(group) for shard in group["params"]}
-    for _, _, piece, shard in sharded.pieces:
+
+    def of_piece(piece: Piece) -> dict[str, Any] | None:
         saved = state["optimizer"].get(piece.slot.name)
-        if saved is not None:
-            scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
-            sharded.torch.state[shard] = {key: _part(value, piece, shard.device, scalar_device) for key, value in saved.items()}
-    sharded.adopt_state()
+        return None if saved is None else {key: _part(value, piece) for key, value in saved.items()}
+
+    if engine.sharded_optimizer is not None:
+        load_optimizer(engine, state["param_groups"], of_piece)
     engine.steps_done = state["step"]
 
 
-def _part(value: Any, piece: Piece, device: torch.device, scalar_device: torch.device) -> Any:
+def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: Callable[[Piece], dict[str, Any] | None]) -> None:
+    """Set the options of the optimizer's groups, and its state to `of_piece(piece)`: None where a parameter has none yet, else tensors with
+    one value for each element of the piece, tensors with one value, and numbers."""
+    sharded = engine.sharded_optimizer
+    sharded.torch.state.clear()
+    for group, options in zip(sharded.torch.param_groups, groups, strict=True):
+        group.update(options)
+    on_device = {id(shard) for group in sharded.torch.param_groups if _steps_on_device(group) for shard in group["params"]}
+    for _, _, piece, shard in sharded.pieces:
+        if (loaded := of_piece(piece)) is None:
+            continue
+        scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
+        sharded.torch.state[shard] = {
+            key: value.to(shard.device if _is_flat(value, piece) else scalar_device, copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in loaded.items()
+        }
+    sharded.adopt_state()
+
+
+def _part(value: Any, piece: Piece) -> Any:
     """Of one saved value of a parameter's optimizer state, what belongs to `piece`."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() and value.numel() == piece.slot.numel:
-        return value.reshape(-1)[piece.start : piece.stop].to(device, copy=True)
-    return value.to(scalar_device, copy=True)
+    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == piece.slot.numel:
+        return value.reshape(-1)[piece.start : piece.stop]
+    return value
 
 
 def _steps_on_device(group: dict[str, Any]) -> bool:

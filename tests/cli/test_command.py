@@ -101,3 +101,25 @@ def test_a_run_that_fails_says_why_last_and_leaves_no_tokens_behind(inputs, tmp_
     assert "failed: NonFiniteError: step 2" in done.stderr.rstrip().splitlines()[-2]
     assert read_summary(run_dir(tmp_path))["ended"] == "failed"
     assert not (run_dir(tmp_path) / "tokens").exists()
+
+
+def test_ctrl_c_and_resume_auto_go_on_where_the_run_was(inputs, tmp_path):
+    line = command(inputs, tmp_path, "trainer.max_steps=60", "resume=auto", "checkpoint.export=false")
+    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output = []
+    for shown in process.stdout:
+        output.append(shown)
+        if shown.startswith("step  3/60"):
+            process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert process.returncode == 130
+    assert output[0] == f"resume=auto: {tmp_path / 'tiny'} has no checkpoint; a new start\n"
+    first = run_dir(tmp_path)
+    stopped_at = read_summary(first)["steps"]
+    assert 3 <= stopped_at < 60 and f"go on:   the same command with resume={first}\n" in output
+
+    done = subprocess.run(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == f"resuming from {first / 'checkpoints' / f'step_{stopped_at}'}"
+    (second,) = [folder for folder in (tmp_path / "tiny").iterdir() if folder != first]
+    assert [row.step for row in read_metrics(second / "metrics.csv") if row.loss] == list(range(1, 61))

@@ -1,0 +1,200 @@
+"""Reading a checkpoint: any element range of any parameter's master or optimizer state, from whatever ranks have written it.
+
+    checkpoint = Checkpoint(folder)
+    engine = ZeroEngine(model, ..., read=checkpoint.reader(pretrained.read))     # masters, under any stage and number of ranks
+    load_optimizer(engine, checkpoint)
+
+Every byte that is used has been compared with its checksum. Raises UserError, naming the file, for whatever is missing, cut off or changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint.folder import read_index, what_is_missing
+from framework.checkpoint.save import FORMAT, MASTER, VERSION
+from framework.config.errors import Problem, UserError
+from framework.models.safetensors_io import Entry, RangeReader, read_header
+from framework.zero import ZeroEngine, state
+from framework.zero.layout import Piece
+
+Read = Callable[[str, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An interval of a buffer's flat space, as one rank has written it."""
+
+    start: int
+    stop: int
+    entry: Entry
+    checksums: list[int]
+    chunk_bytes: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """An opened checkpoint folder. `step`, `world_size` and `run` are those of the save."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        if (missing := what_is_missing(self.folder)) is not None:
+            raise _damaged(self.folder, missing)
+        self.index = read_index(self.folder)
+        if (self.index.get("format"), self.index.get("version")) != (FORMAT, VERSION):
+            got = f"{self.index.get('format')!r}, version {self.index.get('version')}"
+            raise UserError(Problem(path=str(self.folder), got=got, expected=f"{FORMAT!r}, version {VERSION}"))
+        self.step: int = self.index["step"]
+        self.world_size: int = self.index["world_size"]
+        self.run: dict[str, Any] = self.index["run"]
+        self.places = {
+            parameter["name"]: _Place(number, parameter["offset"], tuple(parameter["shape"]))
+            for number, buffer in enumerate(self.index["buffers"])
+            for parameter in buffer["parameters"]
+        }
+        self._ranks = [json.loads((self.folder / f"rank_{rank}.json").read_text()) for rank in range(self.world_size)]
+        self._parts = self._find_parts()
+        self._reader = RangeReader()
+
+    def _find_parts(self) -> dict[str, list[_Part]]:
+        """By "BUFFER/KEY": the intervals in order. Raises UserError where they do not cover the buffer."""
+        parts: dict[str, list[_Part]] = {}
+        for rank, described in enumerate(self._ranks):
+            entries = read_header(self.folder / f"rank_{rank}.safetensors")
+            for name, tensor in described["tensors"].items():
+                part = _Part(tensor["start"], tensor["stop"], entries[name], tensor["crc32"], described["chunk_bytes"])
+                parts.setdefault(name, []).append(part)
+        for number, buffer in enumerate(self.index["buffers"]):
+            intervals = sorted(parts.get(f"{number}/{MASTER}", ()), key=lambda part: part.start)
+            ends = [0, *(part.stop for part in intervals)]
+            if [part.start for part in intervals] != ends[:-1] or ends[-1] != buffer["total"]:
+                raise _damaged(self.folder, f"the parts of {buffer['unit'] or 'the root'} do not make a whole")
+        return {name: sorted(found, key=lambda part: part.start) for name, found in parts.items()}
+
+    # ---- what it holds
+    def read(self, name: str, start: int, stop: int, key: str = MASTER) -> Tensor:
+        """Elements [start, stop) of the flattened parameter `name`: its master, or optimizer state such as `exp_avg`. 1-D, on the CPU."""
+        place = self.places[name]
+        begin, end = place.offset + start, place.offset + stop
+        parts = self._parts[f"{place.buffer}/{key}"]
+        found = []
+        at = max(0, bisect_right([part.start for part in parts], begin) - 1)
+        while begin < end:
+            part = parts[at] if at < len(parts) else None
+            if part is None or not part.start <= begin < part.stop:
+                raise _damaged(self.folder, f"no {key} of {name} from element {begin - place.offset:,} on")
+            upto = min(end, part.stop)
+            found.append(self._read_part(part, begin - part.start, upto - part.start))
+            begin, at = upto, at + 1
+        return torch.cat(found) if found else torch.empty(0)
+
+    def _read_part(self, part: _Part, start: int, stop: int) -> Tensor:
+        """Elements of a part, by whole chunks, whose checksums are compared."""
+        per_chunk = part.chunk_bytes // part.entry.dtype.itemsize
+        first, last = start // per_chunk, -(-stop // per_chunk)
+        begin = first * per_chunk
+        data = self._reader.read(part.entry, begin, min(last * per_chunk, prod(part.entry.shape)))
+        raw = memoryview(data.view(torch.uint8).numpy())
+        for number in range(first, last):
+            chunk = raw[(number - first) * part.chunk_bytes : (number - first + 1) * part.chunk_bytes]
+            if zlib.crc32(chunk) != part.checksums[number]:
+                position = part.entry.offset + number * part.chunk_bytes
+                raise _damaged(part.entry.file, f"changed bytes between {position:,} and {position + len(chunk):,}")
+        return data[start - begin : stop - begin]
+
+    def reader(self, base: Read | None) -> Read:
+        """`read` for an engine: what was trained from here, what was frozen from `base`."""
+
+        def read(name: str, start: int, stop: int) -> Tensor:
+            if name in self.places:
+                return self.read(name, start, stop)
+            if base is None:
+                raise UserError(Problem(path=str(self.folder), got=f"no {name}", expected="a checkpoint of this model"))
+            return base(name, start, stop)
+
+        return read
+
+    def optimizer_of(self, name: str) -> dict[str, Any] | None:
+        """{"flat": names of state with one value per element, "scalars": the rest} of a parameter; None where it has no state yet."""
+        return next((rank["optimizer"][name] for rank in self._ranks if name in rank["optimizer"]), None)
+
+    def random_state(self, rank: int) -> dict[str, Tensor] | None:
+        """torch's generators of a rank; None for one that there was not."""
+        if rank >= self.world_size:
+            return None
+        stored = self._ranks[rank]["random"]
+        return {name: torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for name, state in stored.items()}
+
+    def verify(self) -> int:
+        """Read everything and compare all checksums; the number of bytes comes back."""
+        nbytes = 0
+        for parts in self._parts.values():
+            for part in parts:
+                for start in range(0, part.stop - part.start, part.chunk_bytes):
+                    nbytes += self._read_part(part, start, min(start + part.chunk_bytes, part.stop - part.start)).nbytes
+        return nbytes
+
+    def check(self, engine: ZeroEngine) -> None:
+        """Raises UserError unless these are the parameters that `engine` trains (P28)."""
+        wanted = {slot.name: tuple(slot.shape) for buffer in engine.trained for slot in buffer.layout.slots}
+        found = {name: place.shape for name, place in self.places.items()}
+        if found != wanted:
+            name = min(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+            got = f"{name} {list(found[name])}" if name in found else f"no {name}"
+            expected = f"{list(wanted[name])}" if name in wanted else "no such parameter among those that are trained"
+            raise UserError(Problem(path=str(self.folder), got=got, expected=expected))
+
+
+def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
+    """Give `engine`, whose masters were read from `checkpoint`, optimizer state and step count. Every rank reads its own part."""
+    checkpoint.check(engine)
+
+    def of_piece(piece: Piece) -> dict[str, Any] | None:
+        described = checkpoint.optimizer_of(piece.slot.name)
+        if described is None:
+            return None
+        flat = {key: checkpoint.read(piece.slot.name, piece.start, piece.stop, key) for key in described["flat"]}
+        return flat | {key: _scalar(value) for key, value in described["scalars"].items()}
+
+    groups = [
+        {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        for options in checkpoint.index["param_groups"]
+    ]
+    state.load_optimizer(engine, groups, of_piece)
+    engine.steps_done = checkpoint.step
+
+
+def _scalar(stored: Any) -> Any:
+    """A number, or the tensor that `save` has described."""
+    return torch.tensor(stored["value"], dtype=getattr(torch, stored["dtype"])) if isinstance(stored, dict) else stored
+
+
+def restore_random_state(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
+    """torch's generators as they were on this rank, where as many ranks have saved; they decide about dropout only."""
+    states = checkpoint.random_state(engine.world.rank) if checkpoint.world_size == engine.world.size else None
+    if states is None:
+        return
+    torch.set_rng_state(states["cpu"])
+    if engine.device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], engine.device)
+
+
+def _damaged(path: Path, got: str) -> UserError:
+    return UserError(Problem(path=str(path), got=got, expected="a whole checkpoint", fix="resume=AN_EARLIER_CHECKPOINT"))

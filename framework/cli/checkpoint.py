@@ -1,0 +1,70 @@
+"""`framework checkpoint ls|show|verify PATH`: what a run has saved, what is in it, and whether every byte is as it was written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from math import prod
+from pathlib import Path
+
+from framework.checkpoint.folder import INDEX, checkpoints, read_index, resolve, what_is_missing
+from framework.config.errors import Problem, UserError
+from framework.progress import busy, loading_libraries
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0, 2 for a user's mistake or a damaged checkpoint."""
+    arguments = parser().parse_args(argv)
+    try:
+        {"ls": _list, "show": _show, "verify": _verify}[arguments.action](arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="framework checkpoint", description="Look at the checkpoints of a run.")
+    made.add_argument("action", choices=("ls", "show", "verify"), help="list all; show what the newest holds; compare all its checksums")
+    made.add_argument("path", metavar="PATH", help="a run directory, or one checkpoint folder")
+    made.add_argument("--tensors", action="store_true", help="show: every parameter, its shape and where it lies")
+    return made
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    path = Path(arguments.path).expanduser()
+    found = [path] if (path / INDEX).is_file() else checkpoints(path)
+    if not found:
+        expected = "a run directory with checkpoints, or one checkpoint folder"
+        raise UserError(Problem(path="PATH", got=f"{path}, which holds no checkpoint", expected=expected))
+    print(f"{'step':>10} {'ranks':>6} {'GB':>8}  {'saved':<19}  state")
+    for folder in found:
+        missing = what_is_missing(folder)
+        nbytes = sum(file.stat().st_size for file in folder.iterdir())
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
+        step, ranks = ("?", "?") if not (folder / INDEX).is_file() else (read_index(folder)["step"], read_index(folder)["world_size"])
+        print(f"{step:>10} {ranks:>6} {nbytes / 1e9:>8.2f}  {saved:<19}  {missing or 'whole'}  {folder}")
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    folder = resolve(arguments.path, Path(), "")
+    index = read_index(folder)
+    parameters = [(number, parameter) for number, buffer in enumerate(index["buffers"]) for parameter in buffer["parameters"]]
+    print(f"{folder}\nstep        {index['step']:,}\nranks       {index['world_size']}")
+    print(f"parameters  {sum(prod(parameter['shape']) for _, parameter in parameters):,} in {len(parameters)} tensors, trained")
+    recipe = index["run"].get("recipe")
+    if recipe is not None:
+        print(f"model       {recipe['model']['path'] or 'random weights'}\nrecipe      {recipe['name']}, seed {recipe['seed']}")
+    if arguments.tensors:
+        for number, parameter in parameters:
+            print(f"{parameter['name']}  {parameter['shape']}  buffer {number}, from element {parameter['offset']:,}")
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    folder = resolve(arguments.path, Path(), "")
+    with loading_libraries():
+        from framework.checkpoint.load import Checkpoint
+    with busy(f"reading {folder}"):
+        nbytes = Checkpoint(folder).verify()
+    print(f"{folder}: {nbytes:,} bytes, every checksum as it was written")

@@ -1,0 +1,69 @@
+"""Saves everything that is needed to go on, at a cadence; and puts it back before the first step of a resumed run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from framework.checkpoint.folder import prune, step_folder
+from framework.checkpoint.load import Checkpoint, load_optimizer, restore_random_state
+from framework.checkpoint.save import SaveError, save
+from framework.config.schema import CheckpointConfig
+
+
+class SaveCheckpoints(pl.Callback):
+    """Every rank has it; all save at the same step.
+
+    Args:
+        run_dir: checkpoints go to its `checkpoints/`.
+        config: cadence, how many stay, what an error means.
+        run_state: what else is needed to go on, as JSON; asked for at each save.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, run_state: Callable[[], dict[str, Any]]) -> None:
+        self.run_dir, self.config, self.run_state = run_dir, config, run_state
+        self.saved_step: int | None = None
+        """Of the newest checkpoint that this run has made."""
+        self.failures: list[str] = []
+        """Why saves failed after which training went on."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every, step = self.config.every_n_steps, trainer.global_step
+        if every is not None and step % every == 0 and step < trainer.max_steps and not trainer.should_stop:
+            self.save(trainer)
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Now. Collective. Raises SaveError where `on_error` says so."""
+        engine, began = trainer.strategy.engine, time.perf_counter()
+        step = engine.steps_done
+        if step == self.saved_step:
+            return
+        try:
+            nbytes = save(engine, step_folder(self.run_dir, step), run=self.run_state())
+        except SaveError as error:
+            if self.config.on_error == "stop":
+                raise
+            self.failures.append(f"step {step}: {error}")
+            if trainer.is_global_zero:
+                print(f"CHECKPOINT NOT SAVED at step {step}: {error}; training goes on (checkpoint.on_error=continue)", flush=True)
+            return
+        self.saved_step = step
+        if trainer.is_global_zero:
+            prune(self.run_dir, self.config.keep)
+            size = f"{nbytes / 1e6:,.0f} MB" + (" per rank" if engine.world.size > 1 else "")
+            print(f"checkpoint: step {step}, {size} in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+class Resume(pl.Callback):
+    """The engine's masters were read from `checkpoint` already; this adds the optimizer's state and torch's generators."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        load_optimizer(trainer.strategy.engine, self.checkpoint)
+        restore_random_state(self.checkpoint, trainer.strategy.engine)

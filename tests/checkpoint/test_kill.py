@@ -1,0 +1,18 @@
+"""A kill -9 at any moment leaves the newest checkpoint whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_thirty_kills_of_two_ranks_at_random_moments(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("kill_while_saving.py")), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) >= 10, "saves were finished between"

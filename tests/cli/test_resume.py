@@ -1,0 +1,103 @@
+"""A run that goes on from a checkpoint: to the bit with as many ranks, on the same samples with others, and never silently changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from framework.checkpoint.folder import checkpoints, step_folder
+from framework.checkpoint.load import Checkpoint
+from framework.cli.fit import preview
+from framework.config.errors import UserError
+from framework.config.schema import CheckpointConfig, PeftConfig, RecipeConfig, ZeroConfig
+from framework.train.metrics import MetricsRow, read_metrics
+from framework.train.run_dir import METRICS, read_summary, write_run_dir
+from tests.cli import test_fit, test_fit_lora
+from tests.cli.test_fit import fit
+
+full = test_fit.recipe  # 23 rows of which 2 are held out: 3 steps an epoch, the last of which is short
+lora = test_fit_lora.recipe
+STEPS = 7
+SAVES = CheckpointConfig(every_n_steps=1, keep=9, at_end=True, export=False)
+
+
+def run(ranks, world_size: int, recipe: RecipeConfig, run_dir: Path, **changes: object) -> Path:
+    recipe = dataclasses.replace(recipe, checkpoint=SAVES, trainer=dataclasses.replace(recipe.trainer, max_steps=STEPS), **changes)
+    write_run_dir(run_dir, recipe, overrides=[], command=["test"])
+    ranks(world_size, fit, recipe, run_dir, timeout=120)
+    return run_dir
+
+
+def logged(run_dir: Path) -> list[MetricsRow]:
+    """All rows, without what a clock has measured."""
+    return [dataclasses.replace(row, seconds=None, tokens_per_second=None) for row in read_metrics(run_dir / METRICS)]
+
+
+def state(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Masters and moments after the last step."""
+    checkpoint = Checkpoint(step_folder(run_dir, STEPS))
+    assert checkpoint.verify() > 0
+    return {
+        f"{name}/{key}": checkpoint.read(name, 0, torch.Size(place.shape).numel(), key)
+        for name, place in checkpoint.places.items()
+        for key in ("master", "exp_avg", "exp_avg_sq")
+    }
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3)])
+def test_p16_a_resumed_run_ends_with_the_same_bits(ranks, full, tmp_path, world_size, stage):
+    whole = run(ranks, world_size, full, tmp_path / "whole", zero=ZeroConfig(stage=stage))
+    assert [path.name for path in checkpoints(whole)] == [f"step_{step}" for step in range(1, STEPS + 1)]
+    for step in (1, 3, 5):  # inside the first epoch, at its end, inside the second
+        folder = step_folder(whole, step)
+        again = run(ranks, world_size, full, tmp_path / f"from_{step}", zero=ZeroConfig(stage=stage), resume=str(folder))
+        assert logged(again) == logged(whole)
+        assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
+        assert read_summary(again)["steps"] == STEPS == read_summary(again)["checkpoint_step"]
+
+
+def test_p16_dropout_goes_on_with_the_same_draws(ranks, lora, tmp_path):
+    lora = dataclasses.replace(lora, peft=PeftConfig(method="lora", rank=4, dropout=0.3), zero=ZeroConfig(stage=2))
+    whole = run(ranks, 2, lora, tmp_path / "whole")
+    again = run(ranks, 2, lora, tmp_path / "again", resume=str(step_folder(whole, 4)))
+    assert logged(again) == logged(whole)
+
+
+def test_p17_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, full, tmp_path):
+    whole = run(ranks, 2, full, tmp_path / "whole", zero=ZeroConfig(stage=3))
+    for world_size, stage in ((1, 0), (4, 2)):
+        zero = ZeroConfig(stage=stage)
+        again = run(ranks, world_size, full, tmp_path / f"{world_size}", zero=zero, resume=str(step_folder(whole, 2)))
+        losses, expected = ([row.loss for row in logged(folder) if row.loss] for folder in (again, whole))
+        assert losses[:2] == expected[:2] and losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_p18_what_has_changed_is_refused_or_said(ranks, full, tmp_path):
+    checkpoint = step_folder(run(ranks, 1, full, tmp_path / "whole"), 3)
+    full = dataclasses.replace(full, resume=str(checkpoint), trainer=dataclasses.replace(full.trainer, max_steps=STEPS))
+    same = preview(full)
+    assert same.startswith("resumes after step 3 from ") and "changed since" not in same
+    for changed, message in (
+        (dataclasses.replace(full, seed=4), "seed: got 4, where the checkpoint was made with 3"),
+        (
+            dataclasses.replace(full, data=dataclasses.replace(full.data, max_rows=22)),
+            "other training samples than those of the checkpoint",
+        ),
+        (
+            dataclasses.replace(full, trainer=dataclasses.replace(full.trainer, global_batch_size=4)),
+            "trainer.global_batch_size: got 4, where the checkpoint was made with 8",
+        ),
+        (dataclasses.replace(full, trainer=dataclasses.replace(full.trainer, max_steps=3)), "3 steps, all of which are done"),
+    ):
+        with pytest.raises(UserError, match=message):
+            preview(changed)
+    text = preview(
+        dataclasses.replace(
+            full, optimizer=dataclasses.replace(full.optimizer, lr=1e-3), trainer=dataclasses.replace(full.trainer, max_steps=9)
+        )
+    )
+    assert "changed since the checkpoint: optimizer.lr: 0.01 -> 0.001" in text
+    assert "changed since the checkpoint: steps of the whole run: 7 -> 9" in text

@@ -6,6 +6,7 @@ are tested alone.
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,9 +37,12 @@ def cpu_library() -> Library:
     configure = ["cmake", "-S", ROOT / "csrc", "-B", build, "-DFRAMEWORK_CUDA=OFF"]
     if shutil.which("ninja") and not (build / "CMakeCache.txt").exists():
         configure += ["-G", "Ninja"]
-    for command in (configure, ["cmake", "--build", build, "--parallel", "2"]):
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of pytest may start at once
+        for command in (configure, ["cmake", "--build", build, "--parallel", "2"]):
+            done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     return Library("cpu", next(build.glob("libframework_cpu.*")))
 
 

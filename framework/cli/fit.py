@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Callback
 
 from framework.checkpoint.export import export_adapter, export_folder
 from framework.checkpoint.folder import resolve
@@ -76,6 +78,47 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     module = build_module(plan)
     weights = initial_weights(recipe, pretrained)
     strategy = build_strategy(recipe, checkpoint.reader(weights) if checkpoint else weights)
+    watch = watch_over(plan, run_dir, tracker, metrics, checkpoint)
+    trainer = build_trainer(
+        recipe,
+        strategy,
+        total_steps=plan.steps.total_steps,
+        first_step=first_step,
+        run_dir=run_dir,
+        callbacks=watch.callbacks,
+        loggers=tracker.loggers,
+    )
+    succeeded = False
+    try:
+        trainer.fit(module, *batches(plan, prepared, place, first_step))
+        with watch.stop.saving(strategy.engine.steps_done, is_first=is_first):
+            if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
+                watch.saves.save(trainer)
+            if recipe.checkpoint.export:
+                export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
+        succeeded = True
+        if is_first:
+            conclude(strategy, module, watch, run_dir)
+    finally:
+        tracker.finish("success" if succeeded else "failed")
+        if metrics is not None:
+            metrics.close()
+    strategy.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The callbacks of a run; those that are asked afterwards have names."""
+
+    stop: GracefulStop
+    progress: Progress
+    saves: SaveCheckpoints
+    callbacks: list[Callback]
+
+
+def watch_over(plan: Plan, run_dir: Path, tracker: Tracker, metrics: MetricsFile | None, checkpoint: Checkpoint | None) -> Watch:
+    """Everything that happens beside the training itself; from `checkpoint` on where there is one."""
+    recipe = plan.recipe
     stop = GracefulStop(run_dir if is_supervised() else None, supervised=is_supervised())
     progress = Progress(
         metrics,
@@ -84,38 +127,14 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
         steps_per_epoch=plan.steps.steps_per_epoch,
         log_every_n_steps=recipe.trainer.log_every_n_steps,
     )
-    if checkpoint:
-        progress.load_state_dict(checkpoint.run["progress"])
     saves = SaveCheckpoints(
         run_dir, recipe.checkpoint, lambda: {**state_of(plan), "progress": progress.state_dict(), "tracker": tracker.run_id}
     )
     callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, saves, PlotMetrics(run_dir, recipe.name)]
-    trainer = build_trainer(
-        recipe,
-        strategy,
-        total_steps=plan.steps.total_steps,
-        first_step=first_step,
-        run_dir=run_dir,
-        callbacks=[Resume(checkpoint), *callbacks] if checkpoint else callbacks,
-        loggers=tracker.loggers,
-    )
-    succeeded = False
-    try:
-        trainer.fit(module, *batches(plan, prepared, place, first_step))
-        stopped = stop.stopped_at_step is not None
-        with stop.saving(strategy.engine.steps_done, is_first=is_first):
-            if recipe.checkpoint.on_stop if stopped else recipe.checkpoint.at_end:
-                saves.save(trainer)
-            if recipe.checkpoint.export:
-                export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
-        succeeded = True
-        if is_first:
-            conclude(strategy, progress, module, stop, saves, run_dir)
-    finally:
-        tracker.finish("success" if succeeded else "failed")
-        if metrics is not None:
-            metrics.close()
-    strategy.close()
+    if checkpoint:
+        progress.load_state_dict(checkpoint.run["progress"])
+        callbacks.insert(0, Resume(checkpoint))
+    return Watch(stop=stop, progress=progress, saves=saves, callbacks=callbacks)
 
 
 def preview(recipe: RecipeConfig) -> str:
@@ -274,13 +293,11 @@ def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: P
     )
 
 
-def conclude(
-    strategy: ZeroStrategy, progress: Progress, module: CausalLMModule, stop: GracefulStop, saves: SaveCheckpoints, run_dir: Path
-) -> None:
+def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_dir: Path) -> None:
     """Write summary.json and say where everything is."""
-    row, memory = progress.last_row, strategy.engine.memory
+    row, memory, saves = watch.progress.last_row, strategy.engine.memory, watch.saves
     shutil.rmtree(run_dir / TOKENS, ignore_errors=True)
-    stopped = stop.stopped_at_step is not None
+    stopped = watch.stop.stopped_at_step is not None
     write_summary(
         run_dir,
         ended="stopped" if stopped else "done",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 TOP_LEVEL = {"framework", "conf", "recipes", "csrc", "scripts", "tests", ".ci", ".gitignore", "LICENSE", "README.md", "pyproject.toml"}
 
-# What each room may import, ground floor first. `progress`, `torch_private`, `worker` and the package itself are no rooms.
+# What each room may import, ground floor first. `disk`, `progress`, `torch_private`, `worker` and the package itself are no rooms.
 MAY_IMPORT = {
     "config": set(),
     "kernels": {"config"},

@@ -10,13 +10,13 @@ somebody has damaged it since.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from framework.config.errors import Problem, UserError
+from framework.disk import sync, write_whole
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -41,11 +41,7 @@ def finish(folder: Path) -> None:
         shutil.rmtree(folder)
     partial.rename(folder)
     sync(folder.parent)
-    latest = folder.parent / f".{LATEST}.partial"
-    latest.write_text(folder.name + "\n")
-    sync(latest)
-    os.replace(latest, folder.parent / LATEST)
-    sync(folder.parent)
+    write_whole(folder.parent / LATEST, f"{folder.name}\n")
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -131,12 +127,3 @@ def _newest_run(runs: Path) -> Path | None:
     found = [folder for run in (runs.iterdir() if runs.is_dir() else ()) for folder in checkpoints(run) if what_is_missing(folder) is None]
     found.sort(key=lambda folder: (folder / INDEX).stat().st_mtime)
     return found[-1].absolute() if found else None
-
-
-def sync(path: Path) -> None:
-    """Have what is written in a file or folder on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.checkpoint.folder import INDEX, finish, partial_folder, sync
+from framework.checkpoint.folder import INDEX, finish, partial_folder
+from framework.disk import sync
 from framework.models.safetensors_io import StreamWriter
 from framework.zero import ZeroEngine
 from framework.zero.buffer import FlatBuffer

@@ -11,7 +11,6 @@ come; no more than one is ever held. The folder appears under its name when it i
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig
+from framework.disk import sync
 from framework.models.architecture import config_from_hf, config_to_hf, parameter_shapes
 from framework.models.locate import check_folder_or_file, is_adapter, resolve
 from framework.models.safetensors_io import DTYPES, Entry, RangeReader, StreamWriter, read_header
@@ -210,7 +210,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _write_weights(
@@ -282,13 +282,5 @@ def write_json(file: Path, data: dict) -> None:
 
 def _sync_folder(folder: Path) -> None:
     for file in folder.iterdir():
-        _sync(file)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(file)
+    sync(folder)

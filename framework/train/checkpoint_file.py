@@ -15,6 +15,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import Tensor, nn
 
+from framework.disk import sync
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """`torch.save` to a local file, atomically; other storage (`s3://...`) is left to Lightning."""
@@ -33,21 +35,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        _flush_folder(path.parent)
+        sync(path.parent)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         if not _is_local_file_protocol(path) or not os.path.exists(path):
             return super().load_checkpoint(path, map_location, weights_only)
         return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

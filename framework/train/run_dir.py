@@ -31,6 +31,7 @@ import yaml
 from framework.config.errors import Problem, UserError
 from framework.config.schema import RecipeConfig
 from framework.config.typed import from_dict, to_dict
+from framework.disk import write_whole
 
 CONFIG = "config.yaml"
 OVERRIDES = "overrides.txt"
@@ -160,11 +161,8 @@ def _lines(*command: str) -> list[str] | None:
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON; a reader sees the old file or the whole new one."""
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise _unwritable(path, error) from error
 

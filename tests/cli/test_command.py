@@ -14,6 +14,7 @@ import pytest
 
 from framework.train.metrics import read_metrics
 from framework.train.run_dir import read_summary
+from tests.cli.test_fit import row
 from tests.data.templates import CHATML
 from tests.models.families import byte_tokenizer
 
@@ -42,11 +43,6 @@ def inputs(tmp_path_factory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in range(rows)))
     (folder / "recipe.yaml").write_text(RECIPE.replace("INPUTS", str(folder)))
     return folder
-
-
-def row(number: int) -> dict:
-    answer = {"role": "assistant", "content": "y" * (number % 5 + 1)}
-    return {"messages": [{"role": "user", "content": f"say {'x' * (number % 7)}"}, answer]}
 
 
 def command(inputs: Path, runs_dir: Path, *overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> list[str]:

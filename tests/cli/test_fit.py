@@ -50,17 +50,21 @@ ARCHITECTURE = LlamaConfig(
 )
 
 
+def row(number: int) -> dict:
+    answer = {"role": "assistant", "content": "y" * (number % 5 + 1)}
+    return {"messages": [{"role": "user", "content": f"say {'x' * (number % 7)}"}, answer]}
+
+
+ROWS = "".join(json.dumps(row(number)) + "\n" for number in range(23))
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> RecipeConfig:
     folder = tmp_path_factory.mktemp("inputs")
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder / "tokenizer")
-    rows = [
-        {"messages": [{"role": "user", "content": f"say {'x' * (i % 7)}"}, {"role": "assistant", "content": "y" * (i % 5 + 1)}]}
-        for i in range(23)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text(ROWS)
     return RecipeConfig(
         name="tiny",
         seed=3,

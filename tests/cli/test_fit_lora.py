@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ from framework.models.pretrained import load_weights, open_pretrained, write_pre
 from framework.models.tokenizer import load_tokenizer
 from framework.train.metrics import read_metrics, series
 from framework.train.run_dir import EXPORT, METRICS, read_summary, write_run_dir
-from tests.cli.test_fit import ARCHITECTURE, fit
+from tests.cli.test_fit import ARCHITECTURE, ROWS, fit
 from tests.data.templates import CHATML
 from tests.models.families import byte_tokenizer
 
@@ -48,11 +47,7 @@ def recipe(tmp_path_factory) -> RecipeConfig:
     torch.manual_seed(0)
     weights = Llama(ARCHITECTURE).named_parameters()
     write_pretrained(folder / "model", ARCHITECTURE, weights, dtype="float32", tokenizer=tokenizer, show=False)
-    rows = [
-        {"messages": [{"role": "user", "content": f"say {'x' * (i % 7)}"}, {"role": "assistant", "content": "y" * (i % 5 + 1)}]}
-        for i in range(23)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text(ROWS)
     return RecipeConfig(
         name="tiny",
         seed=3,

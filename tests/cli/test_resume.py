@@ -10,6 +10,7 @@ import torch
 
 from framework.checkpoint.folder import checkpoints, step_folder
 from framework.checkpoint.load import Checkpoint
+from framework.cli import checkpoint as checkpoint_command
 from framework.cli.fit import preview
 from framework.config.errors import UserError
 from framework.config.schema import CheckpointConfig, PeftConfig, RecipeConfig, ZeroConfig
@@ -101,3 +102,23 @@ def test_p18_what_has_changed_is_refused_or_said(ranks, full, tmp_path):
     )
     assert "changed since the checkpoint: optimizer.lr: 0.01 -> 0.001" in text
     assert "changed since the checkpoint: steps of the whole run: 7 -> 9" in text
+
+
+def test_the_command_lists_shows_and_verifies(ranks, full, tmp_path, capsys):
+    whole = run(ranks, 2, full, tmp_path / "whole", zero=ZeroConfig(stage=3))
+    assert checkpoint_command.main(["ls", str(whole)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == STEPS + 1 and all(line.split()[1] == "2" and "whole" in line for line in lines[1:])
+    assert checkpoint_command.main(["show", str(whole), "--tensors"]) == 0
+    shown = capsys.readouterr().out
+    assert f"step        {STEPS}" in shown and "model.embed_tokens.weight  [300, 32]  buffer 0, from element 0" in shown
+    assert checkpoint_command.main(["verify", str(whole)]) == 0
+    assert "every checksum as it was written" in capsys.readouterr().out
+    file = step_folder(whole, STEPS) / "rank_1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    assert checkpoint_command.main(["verify", str(whole)]) == 2
+    assert "rank_1.safetensors: got changed bytes" in capsys.readouterr().err
+    file.unlink()
+    assert checkpoint_command.main(["ls", str(step_folder(whole, STEPS))]) == 0
+    assert "no rank_1.safetensors" in capsys.readouterr().out
+    assert checkpoint_command.main(["ls", str(tmp_path)]) == 2

@@ -72,6 +72,14 @@ def test_wandb_without_a_key_or_a_server_is_written_offline_and_says_so(tmp_path
     assert list(folder.glob("*.wandb"))
 
 
+def test_p39_a_resumed_run_goes_on_in_the_same_run_of_the_dashboard(tmp_path, no_wandb_account):
+    tracker = build_tracker(recipe(tmp_path, name="wandb"), tmp_path, run_id="abcd1234")
+    tracker.finish()
+    assert tracker.run_id == "abcd1234"
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234")
+    assert list(folder.glob("*.wandb"))
+
+
 @pytest.mark.parametrize(("key", "reason"), [("", "no API key"), ("0" * 40, "127.0.0.1 cannot be reached")])
 def test_wandb_asked_to_be_online_where_it_cannot_is_the_users_to_mend(tmp_path, no_wandb_account, monkeypatch, key, reason):
     if key:

@@ -122,6 +122,12 @@ class ColumnsConfig:
     """Key of a turn's text (usual: `content`, `value`)."""
     system: str | None = None
     """A column with the system prompt (usual: `system`)."""
+    tools: str | None = None
+    """A column with definitions of tools, a list or its JSON text (usual: `tools`)."""
+    prompt: str | None = None
+    """completion: what comes before, text or a list of turns (usual: `prompt`)."""
+    completion: str | None = None
+    """completion: what is trained, text or a list of turns (usual: `completion`)."""
     instruction: str | None = None
     """alpaca: the instruction (usual: `instruction`)."""
     input: str | None = None
@@ -145,8 +151,8 @@ class DataConfig:
     """The same for validation; None: `validation_fraction` of `train`."""
     validation_fraction: float = 0.0
     """Share of `train` rows held out for validation when `validation` is None, 0 to below 1."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "text"] = "auto"
-    """How a row is read; auto: by the columns found."""
+    format: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"] = "auto"
+    """How a row is read; auto: by the columns found. completion: `prompt` with `completion`, text (no chat template) or turns."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     max_tokens: int = 1024
     """Longest sample in tokens; for `text` the length of a chunk."""

@@ -23,6 +23,8 @@ from framework.config.errors import Problem, UserError
 from framework.config.paths import asset_dir
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+TABLES = (".parquet",)
+"""Kinds of files whose columns have one type each."""
 FIRST_READ_BYTES = 1 << 20  # of a JSON array; doubled while one item does not fit
 EXCERPT_CHARACTERS = 60
 
@@ -86,6 +88,11 @@ def first_rows(file: Path, count: int) -> list[Row | Problem]:
         return list(_text(file, FIRST_READ_BYTES))
     rows = _parquet_head(file, count) if file.suffix == ".parquet" else read_rows(file)
     return list(islice(rows, count))
+
+
+def kind_of(file: Path) -> str:
+    """Which of SUFFIXES tells how `file` is read."""
+    return file.suffix
 
 
 def shown(file: Path) -> str:

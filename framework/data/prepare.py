@@ -17,13 +17,13 @@ import numpy as np
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
-from framework.data.conversations import Conversation
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
 from framework.data.ledger import Ledger, SourceCounts
 from framework.data.order import permutation
 from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, open_source
 from framework.data.template import Encoded
-from framework.data.tokenize import encode_rows
+from framework.data.tokenize import Item, encode_rows
+from framework.data.turns import Completion
 from framework.progress import progress
 
 
@@ -89,15 +89,15 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
     counts = SourceCounts(source.setting, path, files=len(source.files))
     faults, too_long = Faults(), []
     builder = TokenDatasetBuilder()
-    stop_ids = {tokenizer.eos_token_id} if source.is_text else set()
+    stop_ids: set[int] = set()
     usable = _usable(source, faults, counts)
-    rows = encode_rows(usable, tokenizer, is_text=source.is_text, num_workers=config.num_workers)
+    rows = encode_rows(usable, tokenizer, yields=source.yields, num_workers=config.num_workers)
     for where, row in progress(rows, f"tokenising {source.setting}", unit="rows", show=show_progress):
         if isinstance(row, UserError):
             faults.add(*row.problems)
             continue
+        stop_ids.update(row.stops)
         if not source.is_text:
-            stop_ids.update(_last_trained(row))
             if len(row.ids) > config.max_tokens and config.on_too_long == "error":
                 too_long.append((where, len(row.ids)))
                 continue
@@ -116,25 +116,27 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
     return _EncodedSource(builder.build(), source.is_text, stop_ids, counts)
 
 
-def _usable(source: Source, faults: Faults, counts: SourceCounts) -> Iterator[tuple[str, Conversation | str]]:
+def _usable(source: Source, faults: Faults, counts: SourceCounts) -> Iterator[tuple[str, Item]]:
     """The rows of `source` that say something; the others are counted as dropped."""
     for where, item in source.items(faults):
         counts.read += 1
-        if isinstance(item, str):
-            reason = None if item.strip() else "empty text"
-        elif not any(turn.role == "assistant" for turn in item):
-            reason = "no assistant turn to train on"
-        else:
-            reason = None if all(turn.content.strip() for turn in item if turn.role == "assistant") else "empty assistant turn"
+        reason = _says_nothing(item)
         if reason:
             counts.dropped[reason] += 1
         else:
             yield where, item
 
 
-def _last_trained(row: Encoded) -> set[int]:
-    """The ids that end a stretch of trained tokens: the stop tokens."""
-    return set(row.ids[row.trained & ~np.append(row.trained[1:], False)].tolist())
+def _says_nothing(item: Item) -> str | None:
+    """Why a row is dropped before it is tokenised; None: it is not."""
+    if isinstance(item, str):
+        return None if item.strip() else "empty text"
+    if isinstance(item, Completion):
+        return "empty prompt" if not item.prompt else None if item.completion.strip() else "empty completion"
+    answers = [turn for turn in item.turns if turn.role == "assistant"]
+    if not answers:
+        return "no assistant turn to train on"
+    return None if all(turn.content.strip() or turn.tool_calls for turn in answers) else "empty assistant turn"
 
 
 def _fitted(row: Encoded, config: DataConfig, counts: SourceCounts) -> Encoded | str:
@@ -145,7 +147,7 @@ def _fitted(row: Encoded, config: DataConfig, counts: SourceCounts) -> Encoded |
         return row
     if config.on_too_long == "drop":
         return f"longer than data.max_tokens={config.max_tokens}"
-    short = Encoded(row.ids[: config.max_tokens], row.trained[: config.max_tokens])
+    short = Encoded(row.ids[: config.max_tokens], row.trained[: config.max_tokens], row.stops)
     if not short.trained.any():
         return f"nothing to train on in the first data.max_tokens={config.max_tokens} tokens"
     counts.truncated += 1

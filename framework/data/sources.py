@@ -1,4 +1,4 @@
-"""A setting like `data.train` opened: its files, their row format, and every row as a conversation or a document.
+"""A setting like `data.train` opened: its files, their row format, and what every row says.
 
 `open_source` finds the files and settles each one's format from its first row; `Source.items` then yields what the rows say. Rows that
 are wrong do not stop the reading: their problems are collected, so that a user sees the first few and how many more there are.
@@ -14,8 +14,9 @@ from pathlib import Path
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
-from framework.data.conversations import Conversation, RowFormat, choose_format, parse
+from framework.data.conversations import RowFormat, Yields, choose_format, parse
 from framework.data.files import Row, find_files, first_rows, read_rows, shown
+from framework.data.turns import Completion, Conversation
 
 SHOWN_PROBLEMS = 5
 PEEKED_ROWS = 20
@@ -44,7 +45,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Source:
-    """The files behind one setting, all documents or all conversations."""
+    """The files behind one setting, whose rows are all documents, all conversations or all completions."""
 
     setting: str
     """`data.train` or `data.validation`."""
@@ -52,10 +53,15 @@ class Source:
     max_rows: int | None = None
 
     @property
-    def is_text(self) -> bool:
-        return self.files[0][1].kind == "text"
+    def yields(self) -> Yields:
+        return self.files[0][1].yields
 
-    def items(self, faults: Faults) -> Iterator[tuple[str, Conversation | str]]:
+    @property
+    def is_text(self) -> bool:
+        """Whether rows are joined and cut into chunks."""
+        return self.yields == "documents"
+
+    def items(self, faults: Faults) -> Iterator[tuple[str, Conversation | Completion | str]]:
         """(place of the row, what the row says) for every good row in order; the others go to `faults`."""
         read = 0
         for file, form in self.files:
@@ -74,16 +80,17 @@ class Source:
 
 
 def open_source(path: str, setting: str, config: DataConfig, max_rows: int | None = None) -> Source:
-    """Raises UserError for missing or empty files, unknown columns, and a mix of documents and conversations."""
+    """Raises UserError for missing or empty files, unknown columns, and a mix of documents, conversations and completions."""
     opened = []
     for file in find_files(path, setting):
         first = _first_good_row(file, setting)
         form = choose_format(first, config.format, config.columns)
         opened.append((file, form))
-        if (form.kind == "text") != (opened[0][1].kind == "text"):
-            got = f"{form.kind} rows in {shown(file)} and {opened[0][1].kind} rows in {shown(opened[0][0])}"
+        other, other_form = opened[0]
+        if form.yields != other_form.yields:
+            got = f"{form.kind} rows in {shown(file)} and {other_form.kind} rows in {shown(other)} ({form.yields} and {other_form.yields})"
             fix = f"{setting}='{file.parent}/*{file.suffix}'"
-            raise UserError(Problem(path=setting, got=got, expected="either documents or conversations in all files", fix=fix))
+            raise UserError(Problem(path=setting, got=got, expected="one of these in all files", fix=fix))
     return Source(setting, tuple(opened), max_rows)
 
 

@@ -11,9 +11,9 @@ import pytest
 import framework.data.prepare
 from framework.config.errors import UserError
 from framework.config.schema import DataConfig
-from framework.data.conversations import Turn
 from framework.data.prepare import Prepared, prepare
 from framework.data.tokenize import encode_rows
+from framework.data.turns import Conversation, Turn
 from tests.data.templates import chat
 
 
@@ -33,6 +33,26 @@ def test_conversations_become_samples_in_the_order_of_the_file(chatml, write_jso
     ]
     assert prepared.validation is None
     assert prepared.stop_ids == (chatml.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_prompts_with_completions_become_samples_without_a_chat_template(tokenizer_with, write_jsonl):
+    tokenizer = tokenizer_with(None)
+    rows = [{"prompt": "what is a question?", "completion": completion} for completion in (" hello", "  ")] + [
+        {"prompt": "", "completion": "a"}
+    ]
+    prepared = run(tokenizer, write_jsonl(rows))
+    assert texts(tokenizer, prepared.train) == ["what is a question? hello</s>"]
+    assert prepared.ledger.sources[0].dropped == {"empty completion": 1, "empty prompt": 1}
+    assert prepared.stop_ids == (tokenizer.eos_token_id,)
+
+
+def test_of_prompts_that_are_conversations_only_the_completion_is_trained(chatml, write_jsonl):
+    prompt = chat("hello", "hi", "how are you")["messages"]
+    prepared = run(chatml, write_jsonl([{"prompt": prompt, "completion": [{"role": "assistant", "content": "Yes!"}]}]))
+    sample = prepared.train[0]
+    assert chatml.decode(sample.input_ids[sample.trained]) == "Yes!<|im_end|>"
+    with pytest.raises(UserError, match="1 rows: no assistant turn to train on"):
+        run(chatml, write_jsonl([{"prompt": prompt, "completion": [{"role": "user", "content": "hi"}]}]))
 
 
 def test_p1_every_row_read_is_kept_held_out_or_dropped_with_its_reason(chatml, write_jsonl):
@@ -137,9 +157,9 @@ def test_max_rows_reads_only_the_first(chatml, write_jsonl):
 
 
 def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_order(chatml):
-    rows = [(f"r:{n}", (Turn("user", f"question {n}"), Turn("assistant", "hello " * (n % 7 + 1)))) for n in range(200)]
-    rows[150] = ("r:150", (Turn("assistant", "x"),))
-    one, two = (list(encode_rows(rows, chatml, is_text=False, num_workers=workers)) for workers in (1, 2))
+    rows = [(f"r:{n}", Conversation((Turn("user", f"question {n}"), Turn("assistant", "hello " * (n % 7 + 1))))) for n in range(200)]
+    rows[150] = ("r:150", Conversation((Turn("assistant", "x"),)))
+    one, two = (list(encode_rows(rows, chatml, yields="conversations", num_workers=workers)) for workers in (1, 2))
     for (where, here), (same_where, there) in zip(one, two, strict=True):
         assert where == same_where and type(here) is type(there)
         if isinstance(here, UserError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from framework.config.errors import UserError
-from framework.data.conversations import Turn
-from framework.data.template import ChatEncoder, TextEncoder
-from tests.data.templates import CHATML, GLUED, LLAMA3, MISTRAL, QWEN3, STOPLESS, VICUNA
+from framework.data.plain import CompletionEncoder, TextEncoder
+from framework.data.template import ChatEncoder
+from framework.data.turns import Completion, Conversation, Turn
+from tests.data.templates import CHATML, GLUED, HEEDLESS, JOINED, LLAMA3, MISTRAL, QWEN3, STOPLESS, VICUNA
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen3": QWEN3, "vicuna": VICUNA}
 STOPS = {"chatml": "<|im_end|>", "llama3": "<|eot|>", "mistral": "</s>", "qwen3": "<|im_end|>", "vicuna": "</s>"}
@@ -28,7 +29,7 @@ def tokenizer(family, tokenizer_with):
 
 
 def encode(tokenizer, turns):
-    (result,) = ChatEncoder(tokenizer).encode([("rows.jsonl:7", turns)])
+    (result,) = ChatEncoder(tokenizer).encode([("rows.jsonl:7", Conversation(turns))])
     if isinstance(result, UserError):
         raise result
     return result.ids.tolist(), result.trained.tolist()
@@ -103,6 +104,19 @@ def test_p33_and_are_a_named_error_where_it_does_not(tokenizer_with):
     assert "user, user, assistant" in str(caught.value)
 
 
+def test_p33_a_turn_that_the_template_passes_over_is_an_error_that_names_it(tokenizer_with):
+    """It may stand in the text elsewhere."""
+    with pytest.raises(UserError) as caught:
+        encode(tokenizer_with(HEEDLESS), (Turn("user", "hi"), Turn("assistant", "hello"), Turn("user", "b"), Turn("user", "hi"), SINGLE[1]))
+    assert "rows.jsonl:7: got a chat template that leaves out or changes turn 4 (user: 'hi')" in str(caught.value)
+    assert "turns 3 and 4 are both of the role user" in str(caught.value)
+
+
+def test_p33_answers_in_a_row_that_the_template_joins_are_an_error_that_names_them(tokenizer_with):
+    with pytest.raises(UserError, match="turns 2 and 3 are both of the role assistant"):
+        encode(tokenizer_with(JOINED), (*SINGLE, Turn("assistant", "hi")))
+
+
 @pytest.mark.parametrize(("template", "turns", "said"), [
     (STOPLESS, SINGLE, "no special token after the answer of turn 2"),
     (STOPLESS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", MULTI, "no special token after the answer of turn 2"),
@@ -119,7 +133,9 @@ def test_what_cannot_be_trained_exactly_is_refused_with_the_place_where_it_fails
 
 
 def test_a_wrong_row_does_not_spoil_the_others_of_its_group(chatml):
-    results = ChatEncoder(chatml).encode([("r:1", MULTI), ("r:2", (Turn("assistant", "x"),)), ("r:3", SINGLE)])
+    results = ChatEncoder(chatml).encode(
+        [("r:1", Conversation(MULTI)), ("r:2", Conversation((Turn("assistant", "x"),))), ("r:3", Conversation(SINGLE))]
+    )
     assert isinstance(results[1], UserError)
     for result, turns in ((results[0], MULTI), (results[2], SINGLE)):
         assert (result.ids.tolist(), result.trained.tolist()) == encode(chatml, turns)
@@ -153,3 +169,29 @@ def test_documents_end_with_eos_and_start_with_bos_only_where_the_tokenizer_want
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
     (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
     assert document.ids.tolist() == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+
+
+def complete(tokenizer, prompt, completion):
+    (result,) = CompletionEncoder(tokenizer).encode([("rows.jsonl:7", Completion(prompt, completion))])
+    return result
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("what is 2 + 3?", " 5"), ("hello\n", "World"), ("the user ", "asks"), ("he", "llo")])
+def test_p5_p8_a_completion_is_trained_behind_the_ids_that_inference_gives_for_its_prompt(tokenizer_with, prompt, completion):
+    """Also where tokenised together they would share a token."""
+    tokenizer = tokenizer_with(None)
+    encoded = complete(tokenizer, prompt, completion)
+    start = tokenizer(prompt).input_ids
+    assert encoded.ids[: len(start)].tolist() == start and not encoded.trained[: len(start)].any()
+    assert encoded.trained[len(start) :].all() and encoded.stops == (tokenizer.eos_token_id,)
+    assert tokenizer.decode(encoded.ids[len(start) :]) == completion + tokenizer.eos_token
+
+
+def test_a_completion_that_this_tokenizer_cannot_take_apart_is_refused(tokenizer_with):
+    """A tokenizer that puts a space before every text, as those of Llama 2 do."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = tokenizer_with(None)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert complete(tokenizer, "what is a", " question").trained.any()
+    assert "rows.jsonl:7: got a prompt and a completion that this tokenizer cannot take apart" in str(complete(tokenizer, "he", "llo"))

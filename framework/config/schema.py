@@ -140,6 +140,9 @@ class ColumnsConfig:
     """text: the document (usual: `text`)."""
 
 
+TrainOn = Literal["assistant", "last", "all"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Group `data`: which files are trained on and how rows become samples."""
@@ -154,6 +157,9 @@ class DataConfig:
     format: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"] = "auto"
     """How a row is read; auto: by the columns found. completion: `prompt` with `completion`, text (no chat template) or turns."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    train_on: TrainOn = "assistant"
+    """Whose tokens of a conversation are targets of the loss: the assistant's answers, only its last one, or all. An answer of weight 0
+    never is. Documents are trained whole, and of `completion` rows the completion is."""
     max_tokens: int = 1024
     """Longest sample in tokens; for `text` the length of a chunk."""
     on_too_long: Literal["error", "drop", "truncate"] = "error"

@@ -91,7 +91,7 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
     builder = TokenDatasetBuilder()
     stop_ids: set[int] = set()
     usable = _usable(source, faults, counts)
-    rows = encode_rows(usable, tokenizer, yields=source.yields, num_workers=config.num_workers)
+    rows = encode_rows(usable, tokenizer, yields=source.yields, train_on=config.train_on, num_workers=config.num_workers)
     for where, row in progress(rows, f"tokenising {source.setting}", unit="rows", show=show_progress):
         if isinstance(row, UserError):
             faults.add(*row.problems)

@@ -86,6 +86,7 @@ def open_source(path: str, setting: str, config: DataConfig, max_rows: int | Non
         first = _first_good_row(file, setting)
         form = choose_format(first, config.format, config.columns)
         opened.append((file, form))
+        _check_train_on(form, config, shown(file))
         other, other_form = opened[0]
         if form.yields != other_form.yields:
             got = f"{form.kind} rows in {shown(file)} and {other_form.kind} rows in {shown(other)} ({form.yields} and {other_form.yields})"
@@ -117,6 +118,16 @@ def peek(config: DataConfig) -> list[Problem]:
             faults.add(*error.problems)
         problems += faults.listed(setting)
     return problems
+
+
+def _check_train_on(form: RowFormat, config: DataConfig, file: str) -> None:
+    """Raises UserError where `data.train_on` would do nothing, or not what it says."""
+    if form.kind == "completion" and config.train_on == "all":
+        got, fix = f"all with the prompts and completions of {file}", "data.train_on=assistant"
+        raise UserError(Problem(path="data.train_on", got=got, expected="rows without a prompt that is only given", fix=fix))
+    if form.yields == "documents" and config.train_on == "last":
+        got, fix = f"last with the documents of {file}", "data.train_on=assistant"
+        raise UserError(Problem(path="data.train_on", got=got, expected="conversations, which have a last answer", fix=fix))
 
 
 def _first_good_row(file: Path, setting: str) -> Row:

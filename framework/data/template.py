@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from framework.config.errors import Problem, UserError
+from framework.config.schema import TrainOn
 from framework.data.files import excerpt
 from framework.data.tool_template import ToolTemplate, written_calls
 from framework.data.turns import Conversation, Turn
@@ -45,12 +46,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation in text, with the prompt of each assistant turn (by index in `turns`)."""
+    """A conversation in text, with prompts of assistant turns (by index in `turns`)."""
 
     where: str
     turns: tuple[Turn, ...]
     text: str
     prompts: dict[int, str]
+    """Of the answers that have to be found."""
     ends: dict[int, int]
     """By which character of `text` a turn with tool calls has ended."""
 
@@ -62,13 +64,13 @@ class _Rendered:
 class ChatEncoder:
     """Encodes conversations with one tokenizer. Raises UserError at once for a tokenizer that cannot do it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, train_on: TrainOn = "assistant") -> None:
         if not tokenizer.chat_template:
             fix = "model.chat_template=/path/to/template.jinja"
             raise _wrong("model.chat_template", "a tokenizer without a chat template", "a template to train on conversations", fix)
         if not tokenizer.is_fast:
             raise _wrong("model.tokenizer", type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)")
-        self.tokenizer, self.tools = tokenizer, ToolTemplate(tokenizer)
+        self.tokenizer, self.tools, self.train_on = tokenizer, ToolTemplate(tokenizer), train_on
         marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = np.array(sorted(marked | set(tokenizer.all_special_ids)), dtype=np.int32)
 
@@ -90,15 +92,13 @@ class ChatEncoder:
         return results
 
     def _render(self, where: str, conversation: Conversation) -> _Rendered:
-        """Text of the conversation and of each assistant turn's prompt, which must be a prefix of it."""
+        """Text of the conversation and of the prompt of each answer to be found, which must be a prefix of it."""
         turns = conversation.turns
         self.tools.check(where, conversation)
         text = self._apply(where, conversation)
         _check_complete(where, turns, text)
         prompts: dict[int, str] = {}
-        for index, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
+        for index in self._answers(where, turns):
             if index == 0:
                 raise _wrong(where, "a conversation that starts with the assistant", "a turn for it to answer")
             before = replace(conversation, turns=turns[:index])
@@ -113,6 +113,17 @@ class ChatEncoder:
         called = [index for index in prompts if turns[index].tool_calls]
         ends = {index: self._end(where, conversation, index, text, prompts) for index in called}
         return _Rendered(where, turns, text, prompts, ends)
+
+    def _answers(self, where: str, turns: tuple[Turn, ...]) -> list[int]:
+        """Assistant turns whose place in the tokens must be known: those that are trained; where all turns are, those that are not, too."""
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        if self.train_on == "all":
+            for index, turn in enumerate(turns):
+                if not turn.trained and turn.role != "assistant":
+                    got = f"turn {index + 1} of the role {turn.role} with weight 0 and data.train_on=all"
+                    raise _wrong(where, got, "weights of the assistant's turns only, or another data.train_on")
+            return answers
+        return [index for index in (answers[-1:] if self.train_on == "last" else answers) if turns[index].trained]
 
     def _end(self, where: str, conversation: Conversation, index: int, text: str, prompts: dict[int, str]) -> int:
         """The character of `text` where what follows turn `index` has begun: [Note: tool calls]."""
@@ -131,7 +142,8 @@ class ChatEncoder:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             raise _wrong(one.where, f"a chat template that starts with {self.tokenizer.bos_token!r} twice", "one")
-        trained, stops = np.zeros(len(ids), dtype=bool), set()
+        trained, stops = np.full(len(ids), self.train_on == "all"), set()
+        trained[:1] = False
         special = np.flatnonzero(np.isin(ids, self.special_ids))
         starts = [len(prompt) for prompt in prompt_ids] + [len(ids)]
         for number, index in enumerate(one.prompts):
@@ -142,17 +154,17 @@ class ChatEncoder:
             if one.turns[index].tool_calls:
                 stop = self._stop_of_calls(one, index, within, ids, spans)
             else:
-                stop = self._stop_position(one, index, within, spans)
+                stop = self._stop_position(one, index, within, ids, spans)
+            trained[start : stop + 1] = one.turns[index].trained
             if one.turns[index].trained:
-                trained[start : stop + 1] = True
                 stops.add(int(ids[stop]))
         return Encoded(ids, trained, tuple(sorted(stops)))
 
-    def _stop_position(self, one: _Rendered, index: int, special: np.ndarray, spans: np.ndarray) -> int:
-        """Which of the positions `special`, all within the turn, is its stop token: the one that follows the answer's text directly.
+    def _stop_position(self, one: _Rendered, index: int, special: np.ndarray, ids: np.ndarray, spans: np.ndarray) -> int:
+        """Which of the positions `special` is the turn's stop token: the first one of its kind to follow the answer's text directly.
 
         White space may lie between, and templates may trim the answer. The text before the answer (an empty thinking block) may contain
-        the same words, so that its later occurrences are tried too.
+        the same words, so that its later occurrences are tried too; but beyond a token that stops turns another turn has begun.
         """
         answer, start = one.turns[index].content, len(one.prompts[index])
         for spelling in (answer, answer.strip()):
@@ -161,12 +173,13 @@ class ChatEncoder:
                 end = at + len(spelling)
                 later = special[spans[special, 1] > end]
                 if len(later) and not one.text[end : spans[later[0], 0]].strip():
-                    return int(later[0])
+                    if ids[later[0]] not in ids[special[spans[special, 1] <= at]]:
+                        return int(later[0])
                 at = one.text.find(spelling, at + 1)
         rendered = one.text[start:]
         if answer.strip() not in rendered:
             got = f"a chat template that changes the text of turn {index + 1}: {excerpt(answer)!r} became {excerpt(rendered)!r}"
-            fix = "take out of the row what the template removes (Qwen3 drops the thinking of earlier turns)"
+            fix = "take out of the row what the template removes (Qwen3 drops the thinking of earlier turns), or data.train_on=last"
             raise _wrong(one.where, got, "the assistant's text as it is written in the row", fix)
         after = rendered[rendered.index(answer.strip()) + len(answer.strip()) :]
         got = f"no special token after the answer of turn {index + 1} in {one.where}: {excerpt(after)!r}"

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from framework.config.errors import UserError
+from framework.config.schema import TrainOn
 from framework.data.conversations import Yields
 from framework.data.plain import CompletionEncoder, TextEncoder
 from framework.data.template import ChatEncoder, Encoded
@@ -25,21 +26,20 @@ GROUPS_AHEAD_PER_WORKER = 4
 
 Item = Conversation | Completion | str
 Group = list[tuple[str, Item]]
-ENCODERS = {"conversations": ChatEncoder, "completions": CompletionEncoder, "documents": TextEncoder}
 
 
 def encode_rows(
-    rows: Iterable[tuple[str, Item]], tokenizer: Any, *, yields: Yields, num_workers: int
+    rows: Iterable[tuple[str, Item]], tokenizer: Any, *, yields: Yields, train_on: TrainOn, num_workers: int
 ) -> Iterator[tuple[str, Encoded | UserError]]:
     """(place of the row, tokens or what is wrong) for each (place, what the row says), in order; `yields`: what all of them are."""
-    encoder = ENCODERS[yields](tokenizer)  # here first: a tokenizer that won't do is refused at once
+    encoder = _encoder_for(tokenizer, yields, train_on)  # here first: a tokenizer that won't do is refused at once
     groups = _groups(rows)
     if num_workers <= 1:
         for group in groups:
             yield from zip((where for where, _ in group), encoder.encode(group), strict=True)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, yields)) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, yields, train_on)) as pool:
         pending: deque = deque()
         for group in groups:
             pending.append((group, pool.submit(_encode_group, group)))
@@ -59,9 +59,15 @@ def _finished(group: Group, future) -> Iterator[tuple[str, Encoded | UserError]]
     return zip((where for where, _ in group), future.result(), strict=True)
 
 
-def _start_worker(tokenizer: Any, yields: Yields) -> None:
+def _encoder_for(tokenizer: Any, yields: Yields, train_on: TrainOn) -> ChatEncoder | CompletionEncoder | TextEncoder:
+    if yields == "conversations":
+        return ChatEncoder(tokenizer, train_on)
+    return CompletionEncoder(tokenizer) if yields == "completions" else TextEncoder(tokenizer)
+
+
+def _start_worker(tokenizer: Any, yields: Yields, train_on: TrainOn) -> None:
     global _encoder  # one per worker process: sending the tokenizer with every group would cost more than the encoding
-    _encoder = ENCODERS[yields](tokenizer)
+    _encoder = _encoder_for(tokenizer, yields, train_on)
 
 
 def _encode_group(group: Group) -> list[Encoded | UserError]:

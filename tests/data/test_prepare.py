@@ -55,6 +55,46 @@ def test_of_prompts_that_are_conversations_only_the_completion_is_trained(chatml
         run(chatml, write_jsonl([{"prompt": prompt, "completion": [{"role": "user", "content": "hi"}]}]))
 
 
+@pytest.mark.parametrize(("train_on", "trained"), [
+    ("assistant", ["hi<|im_end|>", "Yes!<|im_end|>"]),
+    ("last", ["Yes!<|im_end|>"]),
+    ("all", ["user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n<|im_start|>user\nhow are you<|im_end|>\n"
+             "<|im_start|>assistant\nYes!<|im_end|>\n"]),
+])  # fmt: skip
+def test_whose_tokens_are_trained_is_a_setting(chatml, write_jsonl, train_on, trained):
+    """Generation stops at the token that ends an answer, also where tokens behind it are trained."""
+    prepared = run(chatml, write_jsonl([chat("hello", "hi", "how are you", "Yes!")]), train_on=train_on)
+    sample = prepared.train[0]
+    starts = np.flatnonzero(sample.trained & ~np.roll(sample.trained, 1))
+    ends = np.flatnonzero(sample.trained & ~np.append(sample.trained[1:], False))
+    spans = [chatml.decode(sample.input_ids[start : end + 1]) for start, end in zip(starts, ends, strict=True)]
+    assert spans == trained and prepared.stop_ids == (chatml.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_p7_with_train_on_all_an_answer_of_weight_0_is_all_that_is_not_trained(chatml, write_jsonl):
+    row = chat("hello", "hi", "how are you", "Yes!")
+    row["messages"][1]["weight"] = 0
+    sample = run(chatml, write_jsonl([row]), train_on="all").train[0]
+    assert chatml.decode(sample.input_ids[1:][~sample.trained[1:]]) == "hi<|im_end|>"
+    row["messages"][2]["weight"] = 0
+    with pytest.raises(UserError, match="train.jsonl:1: got turn 3 of the role user with weight 0 and data.train_on=all"):
+        run(chatml, write_jsonl([row]), train_on="all")
+
+
+def test_p7_with_train_on_last_a_last_answer_of_weight_0_leaves_nothing(chatml, write_jsonl):
+    row = chat("hello", "hi", "how are you", "Yes!")
+    row["messages"][3]["weight"] = 0
+    assert run(chatml, write_jsonl([row, chat("hi", "hi")]), train_on="last").ledger.sources[0].dropped == {
+        "no assistant turn to train on": 1
+    }
+
+
+@pytest.mark.parametrize(("row", "train_on"), [({"prompt": "hello", "completion": " hi"}, "all"), ({"text": "hello"}, "last")])
+def test_train_on_is_never_ignored(chatml, write_jsonl, row, train_on):
+    with pytest.raises(UserError, match=f"data.train_on: got {train_on} with the"):
+        run(chatml, write_jsonl([row]), train_on=train_on)
+
+
 def test_p1_every_row_read_is_kept_held_out_or_dropped_with_its_reason(chatml, write_jsonl):
     rows = [chat(f"question {n}", "hi") for n in range(8)] + [chat("hello", "  "), chat("only a question"), chat("hi", "the user " * 60)]
     prepared = run(chatml, write_jsonl(rows), validation_fraction=0.25, max_tokens=100, on_too_long="drop")
@@ -159,7 +199,7 @@ def test_max_rows_reads_only_the_first(chatml, write_jsonl):
 def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_order(chatml):
     rows = [(f"r:{n}", Conversation((Turn("user", f"question {n}"), Turn("assistant", "hello " * (n % 7 + 1))))) for n in range(200)]
     rows[150] = ("r:150", Conversation((Turn("assistant", "x"),)))
-    one, two = (list(encode_rows(rows, chatml, yields="conversations", num_workers=workers)) for workers in (1, 2))
+    one, two = (list(encode_rows(rows, chatml, yields="conversations", train_on="assistant", num_workers=workers)) for workers in (1, 2))
     for (where, here), (same_where, there) in zip(one, two, strict=True):
         assert where == same_where and type(here) is type(there)
         if isinstance(here, UserError):

@@ -28,8 +28,8 @@ def tokenizer(family, tokenizer_with):
     return tokenizer_with(TEMPLATES[family])
 
 
-def encode(tokenizer, turns):
-    (result,) = ChatEncoder(tokenizer).encode([("rows.jsonl:7", Conversation(turns))])
+def encode(tokenizer, turns, train_on="assistant"):
+    (result,) = ChatEncoder(tokenizer, train_on).encode([("rows.jsonl:7", Conversation(turns))])
     if isinstance(result, UserError):
         raise result
     return result.ids.tolist(), result.trained.tolist()
@@ -130,6 +130,23 @@ def test_what_cannot_be_trained_exactly_is_refused_with_the_place_where_it_fails
     with pytest.raises(UserError) as caught:
         encode(tokenizer_with(template), turns)
     assert said in str(caught.value) and "rows.jsonl:7" in str(caught.value)
+
+
+def test_an_answer_that_only_another_turn_still_holds_is_not_taken_for_found(tokenizer_with):
+    thought = "<think>hm</think>\nyes"
+    with pytest.raises(UserError, match="changes the text of turn 2|no special token after the answer of turn 2"):
+        encode(tokenizer_with(QWEN3), (MULTI[0], Turn("assistant", thought), Turn("user", thought), Turn("assistant", "a")))
+
+
+def test_of_turns_that_are_not_trained_nothing_is_asked(tokenizer_with):
+    """So conversations that start with the assistant, and answers that the template shortens, are of use."""
+    turns = (Turn("user", "a"), Turn("assistant", "<think>hm</think>\nyes"), *SECOND)
+    ids, trained = encode(tokenizer_with(QWEN3), turns, "last")
+    assert [tokenizer_with(QWEN3).decode(span) for span in spans(ids, trained)] == [
+        "<think>\n\n</think>\n\n" + SECOND[1].content + "<|im_end|>"
+    ]
+    greeting = (Turn("assistant", "hello", trained=False), *SINGLE)
+    assert len(spans(*encode(tokenizer_with(CHATML), greeting))) == 1
 
 
 def test_a_wrong_row_does_not_spoil_the_others_of_its_group(chatml):

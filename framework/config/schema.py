@@ -148,8 +148,8 @@ class DataConfig:
     """Group `data`: which files are trained on and how rows become samples."""
 
     train: str | None = None
-    """File (`.jsonl .json .parquet .txt`), folder or glob; a relative path is looked up in the working directory, then beside the
-    shipped recipes."""
+    """File, folder or glob: `.jsonl .json .csv .txt`, these also with `.gz .bz2 .xz .zst`, and `.parquet .arrow .feather`. A relative
+    path is looked up in the working directory, then beside the shipped recipes."""
     validation: str | None = None
     """The same for validation; None: `validation_fraction` of `train`."""
     validation_fraction: float = 0.0

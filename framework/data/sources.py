@@ -15,7 +15,8 @@ from pathlib import Path
 from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
 from framework.data.conversations import RowFormat, Yields, choose_format, parse
-from framework.data.files import Row, find_files, first_rows, read_rows, shown
+from framework.data.files import Row, find_files, shown
+from framework.data.read import first_rows, read_rows
 from framework.data.turns import Completion, Conversation
 
 SHOWN_PROBLEMS = 5

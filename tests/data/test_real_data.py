@@ -52,7 +52,8 @@ def folder() -> Path:
 
 def test_p5_p8_the_demo_data_with_smollm2(smollm2):
     """Ids as the tokenizer's own template call gives them; the trained part is the answer and its stop token."""
-    from framework.data.files import find_files, read_rows
+    from framework.data.files import find_files
+    from framework.data.read import read_rows
 
     prepared = prepare(DataConfig(train="data/framework_qa.jsonl"), smollm2, seed=0, show_progress=False)
     rows = [row.value["messages"] for row in read_rows(find_files("data/framework_qa.jsonl", "data.train")[0])]

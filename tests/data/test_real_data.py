@@ -82,6 +82,19 @@ def test_p4_real_text_is_chunked_without_loss(smollm2, folder):
     assert prepared.train.trained_tokens == prepared.train.total_tokens - len(prepared.train)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "smollm2"])
+def test_p4_a_real_long_document_in_pieces_has_the_tokens_of_the_whole(request, folder, monkeypatch, family):
+    from framework.data import plain
+
+    tokenizer = request.getfixturevalue(family)
+    text = (folder / "wiki_demo.txt").read_text(encoding="utf-8")[:300_000]
+    monkeypatch.setattr(plain, "CHARACTERS_AT_ONCE", 4000)
+    pieces = list(plain.TextEncoder(tokenizer)._pieces(text))
+    (row,) = plain.TextEncoder(tokenizer).encode([("r:1", text)])
+    assert len(pieces) >= 75 and "".join(pieces) == text
+    assert row.ids[-len(row.ids) :].tolist()[:-1] == tokenizer(text, add_special_tokens=False).input_ids
+
+
 @pytest.mark.parametrize("name", ["glaive_toolcall_en_demo.json", "glaive_toolcall_zh_demo.json"])
 def test_p5_p8_real_tool_calls_with_qwen3(qwen3, folder, name):
     """Ids as the tokenizer's own template call gives them, written here from the raw rows; every call is trained."""

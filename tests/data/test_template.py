@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from framework.config.errors import UserError
-from framework.data.plain import CompletionEncoder, TextEncoder
 from framework.data.template import ChatEncoder
-from framework.data.turns import Completion, Conversation, Turn
+from framework.data.turns import Conversation, Turn
 from tests.data.templates import CHATML, GLUED, HEEDLESS, JOINED, LLAMA3, MISTRAL, QWEN3, STOPLESS, VICUNA
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen3": QWEN3, "vicuna": VICUNA}
@@ -172,43 +171,3 @@ def test_an_answer_whose_words_stand_in_what_the_template_inserts_is_found_all_t
 def test_a_tokenizer_without_template_is_refused_before_any_row(tokenizer_with):
     with pytest.raises(UserError, match="model.chat_template: got a tokenizer without a chat template"):
         ChatEncoder(tokenizer_with(None))
-
-
-def test_documents_end_with_eos_and_start_with_bos_only_where_the_tokenizer_wants_it(tokenizer_with):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = tokenizer_with(None)
-    text = "hello 12"
-    plain = tokenizer(text, add_special_tokens=False).input_ids
-    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert document.ids.tolist() == [*plain, tokenizer.eos_token_id]
-    special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
-    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert document.ids.tolist() == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
-
-
-def complete(tokenizer, prompt, completion):
-    (result,) = CompletionEncoder(tokenizer).encode([("rows.jsonl:7", Completion(prompt, completion))])
-    return result
-
-
-@pytest.mark.parametrize(("prompt", "completion"), [("what is 2 + 3?", " 5"), ("hello\n", "World"), ("the user ", "asks"), ("he", "llo")])
-def test_p5_p8_a_completion_is_trained_behind_the_ids_that_inference_gives_for_its_prompt(tokenizer_with, prompt, completion):
-    """Also where tokenised together they would share a token."""
-    tokenizer = tokenizer_with(None)
-    encoded = complete(tokenizer, prompt, completion)
-    start = tokenizer(prompt).input_ids
-    assert encoded.ids[: len(start)].tolist() == start and not encoded.trained[: len(start)].any()
-    assert encoded.trained[len(start) :].all() and encoded.stops == (tokenizer.eos_token_id,)
-    assert tokenizer.decode(encoded.ids[len(start) :]) == completion + tokenizer.eos_token
-
-
-def test_a_completion_that_this_tokenizer_cannot_take_apart_is_refused(tokenizer_with):
-    """A tokenizer that puts a space before every text, as those of Llama 2 do."""
-    from tokenizers import pre_tokenizers
-
-    tokenizer = tokenizer_with(None)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert complete(tokenizer, "what is a", " question").trained.any()
-    assert "rows.jsonl:7: got a prompt and a completion that this tokenizer cannot take apart" in str(complete(tokenizer, "he", "llo"))

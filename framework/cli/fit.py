@@ -201,6 +201,7 @@ def batches(plan: Plan, prepared: Prepared, place: Place) -> tuple[StepBatches, 
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         total_steps=plan.steps.total_steps,
+        source_of=prepared.source_of,
     )
     if prepared.validation is None:
         return train, None

@@ -141,20 +141,40 @@ class ColumnsConfig:
 
 
 TrainOn = Literal["assistant", "last", "all"]
+RowFormat = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One of several sources of training data."""
+
+    path: str = ""
+    """As `data.train` with a single source."""
+    format: RowFormat | None = None
+    """None: `data.format`."""
+    columns: ColumnsConfig | None = None
+    """None: `data.columns`."""
+    max_rows: int | None = None
+    """None: `data.max_rows`."""
+    weight: float | None = None
+    """This source's part of all tokens of training, in proportion to the weights of the others. Where that needs only some of its rows,
+    they are the same ones every epoch. None, for all sources: every row once an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Group `data`: which files are trained on and how rows become samples."""
 
-    train: str | None = None
+    train: str | list[str | SourceConfig] | None = None
     """File, folder or glob: `.jsonl .json .csv .txt`, these also with `.gz .bz2 .xz .zst`, and `.parquet .arrow .feather`. A relative
-    path is looked up in the working directory, then beside the shipped recipes."""
+    path is looked up in the working directory, then beside the shipped recipes. Several sources: a list of these, or of {path, format,
+    columns, max_rows, weight}. With weights, an epoch has about as many tokens as all sources together, in these proportions at any time;
+    the ledger says how often it passes over each source."""
     validation: str | None = None
     """The same for validation; None: `validation_fraction` of `train`."""
     validation_fraction: float = 0.0
     """Share of `train` rows held out for validation when `validation` is None, 0 to below 1."""
-    format: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"] = "auto"
+    format: RowFormat = "auto"
     """How a row is read; auto: by the columns found. completion: `prompt` with `completion`, text (no chat template) or turns."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     train_on: TrainOn = "assistant"
@@ -165,7 +185,7 @@ class DataConfig:
     on_too_long: Literal["error", "drop", "truncate"] = "error"
     """What happens to a longer conversation. Dropped rows and cut tokens are counted in the ledger."""
     max_rows: int | None = None
-    """Read only the first rows of `train`; None: all."""
+    """Read only the first rows of `train` (of each source); None: all."""
     shuffle: bool = True
     """New order every epoch, a pure function of (seed, epoch)."""
     num_workers: int = 1

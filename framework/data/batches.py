@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from framework.data.dataset import Sample, TokenDataset
-from framework.data.order import permutation
+from framework.data.order import interleaved, permutation
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # the label of a position without a target; torch's cross_entropy ignores it
@@ -41,12 +41,14 @@ class StepBatches:
         shuffle: bool = True,
         pad_id: int = 0,
         total_steps: int | None = None,
+        source_of: np.ndarray | None = None,
     ) -> None:
-        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole."""
+        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole. `source_of` [samples]: the sources of a
+        weighted mix, which are to keep their shares at any time."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
         self.dataset, self.pad_id = dataset, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
-        self.seed, self.shuffle, self.total_steps = seed, shuffle, total_steps
+        self.seed, self.shuffle, self.total_steps, self.source_of = seed, shuffle, total_steps, source_of
         self.global_batch_size = micro_batch_size * accumulate * world_size
         self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
         self.epoch = 0
@@ -65,7 +67,10 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         samples = len(self.dataset)
-        order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
+        if self.source_of is not None:
+            order = interleaved(self.seed, self.epoch, np.diff(self.dataset.offsets), self.source_of, shuffle=self.shuffle)
+        else:
+            order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
         for step in range(len(self)):
             chosen = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
             micro_batches = -(-len(chosen) // (self.micro_batch_size * self.world_size))

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class SourceCounts:
-    """The rows of one source (`data.train` or `data.validation`)."""
+    """The rows of one source (`data.train`, `data.train[0]`, `data.validation`)."""
 
     setting: str
     path: str
@@ -33,6 +33,9 @@ class SourceCounts:
     """What training sees of `kept`; for text, chunks."""
     tokens: int = 0
     trained_tokens: int = 0
+    weight: float | None = None
+    passes: float = 1.0
+    """Over `kept`, in one epoch: with weights, a source is repeated or taken in part, and `samples` and `tokens` are those of the epoch."""
 
     def check(self) -> None:
         """Raises RuntimeError where a row was lost on the way; each number was counted where it arose."""
@@ -65,4 +68,8 @@ class Ledger:
             if source.truncated:
                 cut = f"{source.cut_tokens:,} tokens cut, {source.cut_trained_tokens:,} of them trained"
                 lines.append(f"    truncated {source.truncated:,} rows: {cut}")
+            if source.weight is not None:
+                tokens = sum(other.tokens for other in self.sources if other.weight is not None)
+                share = f"{source.tokens / tokens:.2%} of the tokens of an epoch"
+                lines.append(f"    weight {source.weight:g}: {share}, which passes over it {source.passes:.2f} times")
         return "\n".join(lines)

@@ -19,12 +19,15 @@ from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
 from framework.data.ledger import Ledger, SourceCounts
+from framework.data.mix import joined, weighted
 from framework.data.order import permutation
-from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, open_source
+from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, Wanted, training_sources, validation_source
 from framework.data.template import Encoded
 from framework.data.tokenize import Item, encode_rows
 from framework.data.turns import Completion
 from framework.progress import progress
+
+SOURCE_OF = "source_of.npy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +39,19 @@ class Prepared:
     ledger: Ledger
     stop_ids: tuple[int, ...]
     """Tokens that end a trained turn (for text: the document separator): generation has to stop at them."""
+    source_of: np.ndarray | None = None
+    """[samples] of `train`: the source of each, where sources have weights."""
 
     def save(self, folder: Path) -> None:
         """Write for other processes. `folder/train/ready` comes last, so that a reader may wait for it."""
         folder.mkdir(parents=True, exist_ok=True)
         rest = {"validation": self.validation is not None, "stop_ids": self.stop_ids, "ledger": self.ledger.to_json()}
+        rest["weighted"] = self.source_of is not None
         (folder / "prepared.json").write_text(json.dumps(rest, indent=1))
         if self.validation is not None:
             self.validation.save(folder / "validation")
+        if self.source_of is not None:
+            np.save(folder / SOURCE_OF, self.source_of)
         self.train.save(folder / "train")
 
     @classmethod
@@ -52,7 +60,13 @@ class Prepared:
         train = TokenDataset.load(folder / "train")
         rest = json.loads((folder / "prepared.json").read_text())
         validation = TokenDataset.load(folder / "validation") if rest["validation"] else None
-        return cls(train=train, validation=validation, ledger=Ledger.from_json(rest["ledger"]), stop_ids=tuple(rest["stop_ids"]))
+        return cls(
+            train=train,
+            validation=validation,
+            ledger=Ledger.from_json(rest["ledger"]),
+            stop_ids=tuple(rest["stop_ids"]),
+            source_of=np.load(folder / SOURCE_OF) if rest["weighted"] else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,26 +81,43 @@ class _EncodedSource:
 
 def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: bool) -> Prepared:
     """Read and tokenise `config.train` and `config.validation`. Raises UserError with the problems of their rows."""
-    if config.train is None:
-        raise UserError(Problem(path="data.train", got="nothing", expected="the training data", fix="data.train=/path/to/file.jsonl"))
-    source = open_source(config.train, "data.train", config, config.max_rows)
-    encoded = _encode(source, config.train, config, tokenizer, show_progress)
-    kept, held_out = encoded.rows, None
-    if config.validation is None and config.validation_fraction > 0:
-        kept, held_out = _hold_out(encoded, config.validation_fraction, seed)
-    train = _samples(kept, encoded, config.max_tokens)
-    ledger = Ledger([_counted(encoded.counts, kept, train, held_out=0 if held_out is None else len(held_out))])
-    validation = None if held_out is None else _samples(held_out, encoded, config.max_tokens)
-    if config.validation is not None:
-        source = open_source(config.validation, "data.validation", config)
-        encoded_validation = _encode(source, config.validation, config, tokenizer, show_progress)
-        validation = _samples(encoded_validation.rows, encoded_validation, config.max_tokens)
-        ledger.sources.append(_counted(encoded_validation.counts, encoded_validation.rows, validation, held_out=0))
-    return Prepared(train=train, validation=validation, ledger=ledger, stop_ids=tuple(sorted(encoded.stop_ids)))
+    parts, held_out, counted, stop_ids = [], [], [], set()
+    wanted = training_sources(config)
+    for source in wanted:
+        encoded = _encode(source, config, tokenizer, show_progress)
+        kept, aside = encoded.rows, None
+        if config.validation is None and config.validation_fraction > 0:
+            kept, aside = _hold_out(encoded, config.validation_fraction, seed)
+            held_out.append(_samples(aside, encoded, config))
+        parts.append(_samples(kept, encoded, config))
+        counted.append((encoded.counts, kept, 0 if aside is None else len(aside)))
+        stop_ids |= encoded.stop_ids
+    parts = _mixed(parts, wanted, counted, seed)
+    ledger = Ledger([_counted(counts, kept, part, held_out=aside) for (counts, kept, aside), part in zip(counted, parts, strict=True)])
+    validation = joined(held_out) if held_out else None
+    if (source := validation_source(config)) is not None:
+        encoded = _encode(source, config, tokenizer, show_progress)
+        validation = _samples(encoded.rows, encoded, config)
+        ledger.sources.append(_counted(encoded.counts, encoded.rows, validation, held_out=0))
+    source_of = None if wanted[0].weight is None else np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    stops = tuple(sorted(stop_ids))
+    return Prepared(train=joined(parts), validation=validation, ledger=ledger, stop_ids=stops, source_of=source_of)
 
 
-def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_progress: bool) -> _EncodedSource:
-    counts = SourceCounts(source.setting, path, files=len(source.files))
+def _mixed(parts: list[TokenDataset], wanted: list[Wanted], counted: list, seed: int) -> list[TokenDataset]:
+    """What an epoch has of each source; with weights, how often is noted in the counts."""
+    weights = [source.weight for source in wanted if source.weight is not None]
+    if not weights:
+        return parts
+    taken = weighted(parts, weights, seed)
+    for (counts, _, _), weight, part in zip(counted, weights, taken, strict=True):
+        counts.weight, counts.passes = weight, part.passes
+    return [part.samples for part in taken]
+
+
+def _encode(wanted: Wanted, config: DataConfig, tokenizer: Any, show_progress: bool) -> _EncodedSource:
+    source = wanted.open()
+    counts = SourceCounts(wanted.setting, wanted.path, files=len(source.files))
     faults, too_long = Faults(), []
     builder = TokenDatasetBuilder()
     stop_ids: set[int] = set()
@@ -111,7 +142,7 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
         raise UserError(*problems)
     if not len(builder):
         reasons = "; ".join(f"{count} rows: {reason}" for reason, count in counts.dropped.items()) or "no rows"
-        got = f"{path}, of which nothing is left to train on ({reasons})"
+        got = f"{wanted.path}, of which nothing is left to train on ({reasons})"
         raise UserError(Problem(path=source.setting, got=got, expected="at least one usable row"))
     return _EncodedSource(builder.build(), source.is_text, stop_ids, counts)
 
@@ -173,15 +204,15 @@ def _hold_out(encoded: _EncodedSource, fraction: float, seed: int) -> tuple[Toke
     rows = encoded.rows
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
-        got = f"{fraction} of {len(rows)} {'row' if len(rows) == 1 else 'rows'}"
+        got = f"{fraction} of {len(rows)} {'row' if len(rows) == 1 else 'rows'} of {encoded.counts.setting}"
         expected = "at least one row to train on and one to hold out (a .txt file is one row)"
         raise UserError(Problem(path="data.validation_fraction", got=got, expected=expected, fix="data.validation=/path/to/file"))
     order = permutation(seed, "held out", 0, len(rows))
     return rows.select(np.sort(order[count:])), rows.select(np.sort(order[:count]))
 
 
-def _samples(rows: TokenDataset, encoded: _EncodedSource, max_tokens: int) -> TokenDataset:
-    return chunk((rows[i].input_ids for i in range(len(rows))), max_tokens) if encoded.is_text else rows
+def _samples(rows: TokenDataset, encoded: _EncodedSource, config: DataConfig) -> TokenDataset:
+    return chunk((rows[i].input_ids for i in range(len(rows))), config.max_tokens) if encoded.is_text else rows
 
 
 def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset, *, held_out: int) -> SourceCounts:

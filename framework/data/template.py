@@ -155,6 +155,7 @@ class ChatEncoder:
                 stop = self._stop_of_calls(one, index, within, ids, spans)
             else:
                 stop = self._stop_position(one, index, within, ids, spans)
+            _check_reasoning(one, index, one.text[len(one.prompts[index]) : spans[stop, 0]])
             trained[start : stop + 1] = one.turns[index].trained
             if one.turns[index].trained:
                 stops.add(int(ids[stop]))
@@ -238,6 +239,14 @@ def _check_complete(where: str, turns: tuple[Turn, ...], text: str) -> None:
             )
             raise _wrong(where, got, "every turn as it is written in the row", "model.chat_template=/path/to/template.jinja")
         at = found + len(content) if turn.role == "user" else at
+
+
+def _check_reasoning(one: _Rendered, index: int, rendered: str) -> None:
+    reasoning = (one.turns[index].reasoning or "").strip()
+    if reasoning not in rendered:
+        got = f"a chat template that leaves out `reasoning_content` of turn {index + 1}: {excerpt(reasoning)!r}"
+        fix = "data.train_on=last (many templates keep the reasoning of the last answer only), or rows without it"
+        raise _wrong(one.where, got, "the reasoning of every trained answer", fix)
 
 
 def _same_role(turns: tuple[Turn, ...], index: int) -> str:

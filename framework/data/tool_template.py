@@ -86,6 +86,8 @@ def message(turn: Turn, *, arguments_as_text: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.tool_calls:
         found["tool_calls"] = [_with_text(call) for call in turn.tool_calls] if arguments_as_text else list(turn.tool_calls)
+    if turn.reasoning is not None:
+        found["reasoning_content"] = turn.reasoning
     if turn.name is not None:
         found["name"] = turn.name
     if turn.tool_call_id is not None:

@@ -3,6 +3,7 @@
     {"role": "user", "content": "What is 2 + 3?"}      or "content": [{"type": "text", "text": "What is 2 + 3?"}]
     {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]}
     {"role": "tool", "name": "add", "content": "5"}
+    {"role": "assistant", "reasoning_content": "2 and 3 make 5.", "content": "5", "weight": 1}
     {"from": "function_call", "value": "{\\"name\\": \\"add\\", \\"arguments\\": {\\"a\\": 2}}"}, {"from": "observation", "value": "5"}
 
 Calls and definitions of tools are brought into the one form that chat templates are written for, the `messages` and `tools` of
@@ -43,6 +44,8 @@ class Turn:
     name: str | None = None
     """Of the tool whose answer this is."""
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    """What the assistant thinks before it answers, where the row has it apart from the content (`reasoning_content`)."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def read_turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:
         tool_calls=calls,
         name=_optional(row, entry, "name", which) if ROLES[name] == "tool" else None,
         tool_call_id=_optional(row, entry, "tool_call_id", which) if ROLES[name] == "tool" else None,
+        reasoning=_optional(row, entry, "reasoning_content", which) if ROLES[name] == "assistant" else None,
     )
 
 

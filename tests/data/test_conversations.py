@@ -96,6 +96,11 @@ def test_several_calls_and_calls_beside_a_text_are_one_turn():
     )
 
 
+def test_reasoning_beside_the_content_is_kept():
+    turn = read(message(role="assistant", content="5", reasoning_content="2 and 3"))[1][1]
+    assert turn == Turn("assistant", "5", reasoning="2 and 3")
+
+
 def test_a_list_of_text_parts_is_their_text():
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     assert read(message(role="assistant", content=parts))[1] == HELLO

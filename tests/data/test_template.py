@@ -148,6 +148,25 @@ def test_of_turns_that_are_not_trained_nothing_is_asked(tokenizer_with):
     assert len(spans(*encode(tokenizer_with(CHATML), greeting))) == 1
 
 
+THINKING = CHATML.replace(
+    "+ m.content", "+ ('(' + m.reasoning_content + ') ' if m.reasoning_content and (loop.last or m.role == 'tool') else '') + m.content"
+)
+
+
+def test_reasoning_apart_from_the_content_is_trained_where_the_template_writes_it(tokenizer_with):
+    thought = Turn("assistant", "No.", reasoning="hm\n")
+    assert [tokenizer_with(THINKING).decode(span) for span in spans(*encode(tokenizer_with(THINKING), (SINGLE[0], thought)))] == [
+        "(hm\n) No.<|im_end|>"
+    ]
+
+
+def test_reasoning_that_the_template_leaves_out_is_refused_where_it_would_have_been_trained(tokenizer_with):
+    turns = (SINGLE[0], Turn("assistant", "No.", reasoning="hm"), SINGLE[0], Turn("assistant", "No.", reasoning="ah"))
+    with pytest.raises(UserError, match="rows.jsonl:7: got a chat template that leaves out `reasoning_content` of turn 2: 'hm'"):
+        encode(tokenizer_with(THINKING), turns)
+    assert len(spans(*encode(tokenizer_with(THINKING), turns, "last"))) == 1
+
+
 def test_a_wrong_row_does_not_spoil_the_others_of_its_group(chatml):
     results = ChatEncoder(chatml).encode(
         [("r:1", Conversation(MULTI)), ("r:2", Conversation((Turn("assistant", "x"),))), ("r:3", Conversation(SINGLE))]

@@ -50,6 +50,13 @@ def test_p37_an_epoch_has_every_source_in_proportion_to_its_weight():
     assert whole * len(SOURCES[1]) <= len(taken[1].samples) <= (whole + 1) * len(SOURCES[1])
 
 
+def test_sources_are_joined_sample_by_sample():
+    everything = joined(SOURCES)
+    inside = [source[i].input_ids.tolist() for source in SOURCES for i in range(len(source))]
+    assert [everything[i].input_ids.tolist() for i in range(len(everything))] == inside
+    assert everything.trained_tokens == sum(source.trained_tokens for source in SOURCES)
+
+
 def test_an_epoch_is_about_as_long_as_all_sources_together():
     _, everything, _ = mixed([1, 1, 0.1])
     assert everything.total_tokens == pytest.approx(sum(source.total_tokens for source in SOURCES), rel=0.02)

@@ -47,7 +47,7 @@ class StepBatches:
     ) -> None:
         """`total_steps` of the whole run end the last epoch early; None: every epoch is whole."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
-        self.dataset, self.lengths, self.pad_id = dataset, np.diff(dataset.offsets), pad_id
+        self.dataset, self.lengths, self.pad_id = dataset, dataset.lengths, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
         self.seed, self.shuffle, self.total_steps = seed, shuffle, total_steps
         self.global_batch_size = micro_batch_size * accumulate * world_size
@@ -102,7 +102,7 @@ class EvalBatches:
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0
         self.dataset, self.micro_batch_size, self.rank, self.world_size, self.pad_id = dataset, micro_batch_size, rank, world_size, pad_id
         self.samples = len(dataset) if max_batches is None else min(len(dataset), max_batches * micro_batch_size)
-        self.order = longest_first(np.arange(self.samples), np.diff(dataset.offsets))
+        self.order = longest_first(np.arange(self.samples), dataset.lengths)
         self.batches = -(-self.samples // (micro_batch_size * world_size))
         self.given_up = False
         """The current pass was not finished: its results are those of some samples only."""
@@ -133,7 +133,8 @@ def collate(samples: list[Sample], pad_id: int) -> MicroBatch:
     """Rows padded on the right to the longest; no sample at all becomes one padding token.
 
     input_ids [rows, tokens] int64; labels [rows, tokens] int64, shifted: labels[t] is what position t must predict, -100 for nothing;
-    trained_tokens: targets in the micro-batch; samples: rows that are not padding.
+    trained_tokens: targets in the micro-batch; samples: rows that are not padding. Packs also have document_lengths: for each row the
+    tokens of its documents, which a model has to keep apart. No label crosses from one to the next.
     """
     rows, tokens = max(1, len(samples)), max((len(sample) for sample in samples), default=1)
     input_ids = np.full((rows, tokens), pad_id, dtype=np.int64)
@@ -142,9 +143,12 @@ def collate(samples: list[Sample], pad_id: int) -> MicroBatch:
         input_ids[row, : len(sample)] = sample.input_ids
         targets = sample.trained[1:]
         labels[row, : len(sample) - 1][targets] = sample.input_ids[1:][targets]
-    return {
+    micro_batch = {
         "input_ids": torch.from_numpy(input_ids),
         "labels": torch.from_numpy(labels),
         "trained_tokens": sum(int(np.count_nonzero(sample.trained)) for sample in samples),
         "samples": len(samples),
     }
+    if any(sample.document_lengths for sample in samples):
+        micro_batch["document_lengths"] = [list(sample.document_lengths) for sample in samples]
+    return micro_batch

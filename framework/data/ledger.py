@@ -31,6 +31,8 @@ class SourceCounts:
     """Of them, tokens that would have been trained."""
     samples: int = 0
     """What training sees of `kept`; for text, chunks."""
+    packs: int | None = None
+    """How many packs hold these samples; None: not packed."""
     tokens: int = 0
     trained_tokens: int = 0
 
@@ -55,7 +57,7 @@ class Ledger:
         return cls([SourceCounts(**source | {"dropped": Counter(source["dropped"])}) for source in written["sources"]])
 
     def table(self) -> str:
-        """For the console: a line per source, and one below it for each reason to drop or cut."""
+        """For the console: a line per source, and one below it for each reason to drop or cut, and for packing."""
         lines = [f"{'source':<16} {'read':>9} {'kept':>9} {'held out':>9} {'dropped':>9} {'samples':>9} {'tokens':>12} {'trained':>12}"]
         for source in self.sources:
             counts = (source.read, source.kept, source.held_out, source.dropped.total(), source.samples)
@@ -65,4 +67,6 @@ class Ledger:
             if source.truncated:
                 cut = f"{source.cut_tokens:,} tokens cut, {source.cut_trained_tokens:,} of them trained"
                 lines.append(f"    truncated {source.truncated:,} rows: {cut}")
+            if source.packs is not None:
+                lines.append(f"    packed {source.samples:,} samples into {source.packs:,} packs, which is what a batch counts")
         return "\n".join(lines)

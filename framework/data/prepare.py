@@ -1,4 +1,4 @@
-"""From the group `data` of a recipe to token data sets: read, tokenise, judge each row, hold out, cut text into chunks, count.
+"""From the group `data` of a recipe to token data sets: read, tokenise, judge each row, hold out, cut text into chunks, pack, count.
 
 `prepare` is the whole way, top to bottom. The first problems of all rows are reported together, and data on which nothing would be
 trained are refused. Rows are held out by a pure function of (seed, number of rows), before text is chunked, so that no document lies on
@@ -21,6 +21,7 @@ from framework.data.conversations import Conversation
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
 from framework.data.ledger import Ledger, SourceCounts
 from framework.data.order import permutation
+from framework.data.pack import pack
 from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, open_source
 from framework.data.template import Encoded
 from framework.data.tokenize import encode_rows
@@ -74,13 +75,13 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
     kept, held_out = encoded.rows, None
     if config.validation is None and config.validation_fraction > 0:
         kept, held_out = _hold_out(encoded, config.validation_fraction, seed)
-    train = _samples(kept, encoded, config.max_tokens)
+    train = _samples(kept, encoded, config)
     ledger = Ledger([_counted(encoded.counts, kept, train, held_out=0 if held_out is None else len(held_out))])
-    validation = None if held_out is None else _samples(held_out, encoded, config.max_tokens)
+    validation = None if held_out is None else _samples(held_out, encoded, config)
     if config.validation is not None:
         source = open_source(config.validation, "data.validation", config)
         encoded_validation = _encode(source, config.validation, config, tokenizer, show_progress)
-        validation = _samples(encoded_validation.rows, encoded_validation, config.max_tokens)
+        validation = _samples(encoded_validation.rows, encoded_validation, config)
         ledger.sources.append(_counted(encoded_validation.counts, encoded_validation.rows, validation, held_out=0))
     return Prepared(train=train, validation=validation, ledger=ledger, stop_ids=tuple(sorted(encoded.stop_ids)))
 
@@ -102,6 +103,8 @@ def _encode(source: Source, path: str, config: DataConfig, tokenizer: Any, show_
                 too_long.append((where, len(row.ids)))
                 continue
             row = _fitted(row, config, counts)
+        elif config.packing and len(row.ids) < 2:
+            row = "text of a single token, by itself nothing to train on"
         if isinstance(row, str):
             counts.dropped[row] += 1
             continue
@@ -178,13 +181,18 @@ def _hold_out(encoded: _EncodedSource, fraction: float, seed: int) -> tuple[Toke
     return rows.select(np.sort(order[count:])), rows.select(np.sort(order[:count]))
 
 
-def _samples(rows: TokenDataset, encoded: _EncodedSource, max_tokens: int) -> TokenDataset:
-    return chunk((rows[i].input_ids for i in range(len(rows))), max_tokens) if encoded.is_text else rows
+def _samples(rows: TokenDataset, encoded: _EncodedSource, config: DataConfig) -> TokenDataset:
+    """What training sees of `rows`. Text becomes chunks: of one stream, or of each document by itself where documents are packed."""
+    if encoded.is_text:
+        documents = (rows[i].input_ids for i in range(len(rows)))
+        rows = chunk(documents, config.max_tokens, joined=not config.packing)
+    return pack(rows, config.max_tokens) if config.packing else rows
 
 
 def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset, *, held_out: int) -> SourceCounts:
     """`counts` with what training sees of the source."""
     counts.kept, counts.held_out = len(kept), held_out
-    counts.samples, counts.tokens, counts.trained_tokens = len(samples), samples.total_tokens, samples.trained_tokens
+    counts.samples, counts.tokens, counts.trained_tokens = samples.documents, samples.total_tokens, samples.trained_tokens
+    counts.packs = len(samples) if samples.is_packed else None
     counts.check()
     return counts

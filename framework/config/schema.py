@@ -182,6 +182,9 @@ class DataConfig:
     never is. Documents are trained whole, and of `completion` rows the completion is."""
     max_tokens: int = 1024
     """Longest sample in tokens; for `text` the length of a chunk."""
+    packing: bool = False
+    """Put samples side by side in packs of at most `max_tokens`, with hardly any padding. They stay apart in attention, positions and
+    loss. Batch sizes then count packs. `text`: each document is cut into chunks by itself, so that none sees another."""
     on_too_long: Literal["error", "drop", "truncate"] = "error"
     """What happens to a longer conversation. Dropped rows and cut tokens are counted in the ledger."""
     max_rows: int | None = None

@@ -31,6 +31,8 @@ class SourceCounts:
     """Of them, tokens that would have been trained."""
     samples: int = 0
     """What training sees of `kept`; for text, chunks."""
+    packs: int | None = None
+    """How many packs hold these samples; None: not packed."""
     tokens: int = 0
     trained_tokens: int = 0
     weight: float | None = None
@@ -58,7 +60,7 @@ class Ledger:
         return cls([SourceCounts(**source | {"dropped": Counter(source["dropped"])}) for source in written["sources"]])
 
     def table(self) -> str:
-        """For the console: a line per source, and one below it for each reason to drop or cut."""
+        """For the console: a line per source, and one below it for each reason to drop or cut, and for packing."""
         lines = [f"{'source':<16} {'read':>9} {'kept':>9} {'held out':>9} {'dropped':>9} {'samples':>9} {'tokens':>12} {'trained':>12}"]
         for source in self.sources:
             counts = (source.read, source.kept, source.held_out, source.dropped.total(), source.samples)
@@ -72,4 +74,6 @@ class Ledger:
                 tokens = sum(other.tokens for other in self.sources if other.weight is not None)
                 share = f"{source.tokens / tokens:.2%} of the tokens of an epoch"
                 lines.append(f"    weight {source.weight:g}: {share}, which passes over it {source.passes:.2f} times")
+            if source.packs is not None:
+                lines.append(f"    packed {source.samples:,} samples into {source.packs:,} packs, which is what a batch counts")
         return "\n".join(lines)

@@ -63,6 +63,7 @@ def joined(parts: Sequence[TokenDataset]) -> TokenDataset:
         np.concatenate([part.ids for part in parts]),
         np.concatenate([part.trained for part in parts]),
         _following([part.offsets for part in parts]),
+        _following([part.document_offsets for part in parts]) if parts[0].is_packed else None,
     )
     assert everything.longest == max(part.longest for part in parts), "samples come out as they went in"
     return everything

@@ -1,4 +1,4 @@
-"""From the group `data` of a recipe to token data sets: read, tokenise, judge each row, hold out, cut text into chunks, count.
+"""From the group `data` of a recipe to token data sets: read, tokenise, judge each row, hold out, cut text into chunks, pack, count.
 
 `prepare` is the whole way, top to bottom. The first problems of all rows are reported together, and data on which nothing would be
 trained are refused. Rows are held out by a pure function of (seed, number of rows), before text is chunked, so that no document lies on
@@ -21,6 +21,7 @@ from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
 from framework.data.ledger import Ledger, SourceCounts
 from framework.data.mix import joined, weighted
 from framework.data.order import permutation
+from framework.data.pack import pack
 from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, Wanted, training_sources, validation_source
 from framework.data.template import Encoded
 from framework.data.tokenize import Item, encode_rows
@@ -92,12 +93,12 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
         parts.append(_samples(kept, encoded, config))
         counted.append((encoded.counts, kept, 0 if aside is None else len(aside)))
         stop_ids |= encoded.stop_ids
-    parts = _mixed(parts, wanted, counted, seed)
+    parts = [_packed(part, config) for part in _mixed(parts, wanted, counted, seed)]
     ledger = Ledger([_counted(counts, kept, part, held_out=aside) for (counts, kept, aside), part in zip(counted, parts, strict=True)])
-    validation = joined(held_out) if held_out else None
+    validation = _packed(joined(held_out), config) if held_out else None
     if (source := validation_source(config)) is not None:
         encoded = _encode(source, config, tokenizer, show_progress)
-        validation = _samples(encoded.rows, encoded, config)
+        validation = _packed(_samples(encoded.rows, encoded, config), config)
         ledger.sources.append(_counted(encoded.counts, encoded.rows, validation, held_out=0))
     source_of = None if wanted[0].weight is None else np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     stops = tuple(sorted(stop_ids))
@@ -133,6 +134,8 @@ def _encode(wanted: Wanted, config: DataConfig, tokenizer: Any, show_progress: b
                 too_long.append((where, len(row.ids)))
                 continue
             row = _fitted(row, config, counts)
+        elif config.packing and len(row.ids) < 2:
+            row = "text of a single token, by itself nothing to train on"
         if isinstance(row, str):
             counts.dropped[row] += 1
             continue
@@ -212,12 +215,21 @@ def _hold_out(encoded: _EncodedSource, fraction: float, seed: int) -> tuple[Toke
 
 
 def _samples(rows: TokenDataset, encoded: _EncodedSource, config: DataConfig) -> TokenDataset:
-    return chunk((rows[i].input_ids for i in range(len(rows))), config.max_tokens) if encoded.is_text else rows
+    """What training sees of `rows`. Text becomes chunks: of one stream, or of each document by itself where documents are packed."""
+    if encoded.is_text:
+        return chunk((rows[i].input_ids for i in range(len(rows))), config.max_tokens, joined=not config.packing)
+    return rows
+
+
+def _packed(samples: TokenDataset, config: DataConfig) -> TokenDataset:
+    """After sources were mixed, each by itself: samples cannot be chosen from packs, and a pack has one source."""
+    return pack(samples, config.max_tokens) if config.packing else samples
 
 
 def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset, *, held_out: int) -> SourceCounts:
     """`counts` with what training sees of the source."""
     counts.kept, counts.held_out = len(kept), held_out
-    counts.samples, counts.tokens, counts.trained_tokens = len(samples), samples.total_tokens, samples.trained_tokens
+    counts.samples, counts.tokens, counts.trained_tokens = samples.documents, samples.total_tokens, samples.trained_tokens
+    counts.packs = len(samples) if samples.is_packed else None
     counts.check()
     return counts

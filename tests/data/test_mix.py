@@ -187,3 +187,15 @@ def test_a_list_in_a_recipe_is_read_and_its_mistakes_are_all_named(tmp_path):
 def test_settings_of_sources_that_make_no_sense_are_named(train, said):
     problems = check_settings(RecipeConfig(data=DataConfig(train=train)))
     assert said in "\n".join(map(str, problems))
+
+
+def test_p37_packs_of_a_mix_keep_the_shares_and_their_documents(chatml, three):
+    """Each pack has one source."""
+    sources = [SourceConfig(path=three[0], weight=1), SourceConfig(path=three[1], columns=ColumnsConfig(instruction="question"), weight=3)]
+    prepared = prepare(DataConfig(train=sources, max_tokens=128, packing=True), chatml, seed=0, show_progress=False)
+    tokens = [counts.tokens for counts in prepared.ledger.sources]
+    assert np.allclose(np.array(tokens) / sum(tokens), [0.25, 0.75], rtol=0.005)
+    assert len(prepared.source_of) == len(prepared.train) == sum(counts.packs for counts in prepared.ledger.sources)
+    for index, source in enumerate(prepared.source_of):
+        pack = prepared.train[index]
+        assert ("what is" in chatml.decode(pack.input_ids)) == (source == 1)

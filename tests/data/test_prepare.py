@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -166,6 +166,29 @@ def test_p4_documents_are_joined_with_separators_and_chunked_without_loss(chatml
     assert (counts.read, counts.kept, counts.dropped["empty text"], counts.samples) == (4, 3, 1, len(samples))
 
 
+def test_packed_conversations_are_the_same_ones_in_fewer_samples(chatml, write_jsonl):
+    path = write_jsonl([chat("hello " * (n % 5 + 1), "hi") for n in range(30)])
+    plain, packed = (run(chatml, path, validation_fraction=0.2, max_tokens=100, packing=packing) for packing in (False, True))
+    for name in ("train", "validation"):
+        one, other = getattr(plain, name), getattr(packed, name)
+        assert len(other) < len(one) == other.documents and other.trained_tokens == one.trained_tokens
+        whole = [other.ids[start:stop].tolist() for start, stop in pairwise(other.document_offsets)]
+        assert sorted(whole) == sorted(one[i].input_ids.tolist() for i in range(len(one)))
+    (counts,) = packed.ledger.sources
+    assert (counts.samples, counts.packs) == (24, len(packed.train))
+    assert f"\n    packed 24 samples into {len(packed.train)} packs" in packed.ledger.table() and "    packed" not in plain.ledger.table()
+
+
+def test_p4_packed_text_is_cut_within_each_document_and_no_document_goes_on_in_another(chatml, write_jsonl):
+    documents = ["hello world " * 9, "  ", "what is a question", "", "Yes!"]
+    prepared = run(chatml, write_jsonl([{"text": text} for text in documents]), max_tokens=16, packing=True)
+    pieces = [prepared.train.ids[start:stop].tolist() for start, stop in pairwise(prepared.train.document_offsets)]
+    rows = [[*chatml(text, add_special_tokens=False).input_ids, chatml.eos_token_id] for text in documents if text.strip()]
+    expected = [row[at : at + 16] for row in rows for at in range(0, max(len(row) - 1, 1), 15)]
+    assert sorted(pieces) == sorted(expected) and max(map(len, pieces)) == 16
+    assert prepared.train.trained_tokens == sum(len(row) - 1 for row in rows)
+
+
 def test_held_out_documents_are_in_no_training_chunk(chatml, write_jsonl):
     words = [f"{n:03d}" for n in range(40)]
     prepared = run(chatml, write_jsonl([{"text": word} for word in words]), validation_fraction=0.2, max_tokens=1000)
@@ -208,8 +231,10 @@ def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_orde
             assert np.array_equal(here.ids, there.ids) and np.array_equal(here.trained, there.trained)
 
 
-def test_what_one_process_saves_another_loads_whole(chatml, write_jsonl, tmp_path):
-    prepared = run(chatml, write_jsonl([chat(f"question {n}", "hi") for n in range(10)]), validation_fraction=0.2)
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_one_process_saves_another_loads_whole(chatml, write_jsonl, tmp_path, packing):
+    path = write_jsonl([chat(f"question {n}", "hi") for n in range(10)])
+    prepared = run(chatml, path, validation_fraction=0.2, packing=packing, max_tokens=60)
     prepared.save(tmp_path / "prepared")
     loaded = Prepared.load(tmp_path / "prepared")
     assert loaded.ledger == prepared.ledger and loaded.stop_ids == prepared.stop_ids

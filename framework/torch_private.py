@@ -7,6 +7,7 @@ The autograd ones are what torch's own `register_multi_grad_hook` and `fully_sha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -73,6 +74,21 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step()` divides gradients by `optimizer.grad_scale` and does nothing where `optimizer.found_inf` is 1
     (the fused torch optimizers; the protocol of `torch.amp.GradScaler`)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int, window: int | None
+) -> torch.Tensor:
+    """Causal FlashAttention within sequences that lie one after the other: like `q` [tokens, query heads, head_dim]; half precision, CUDA.
+
+    `offsets` int32 [sequences + 1]: where each starts, and the end; a token sees itself and the `window` - 1 before it. `k` and `v` may
+    have fewer heads, which torch 2.12 and later wants to be told.
+    """
+    from torch.nn.attention import varlen
+
+    options = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+    left = -1 if window is None else window - 1
+    return varlen.varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(left, 0), **options)
 
 
 @cache

@@ -191,12 +191,14 @@ def choose_kernels(config: KernelsConfig, plan: Plan) -> None:
 
 def facts_of(dataset: TokenDataset) -> DataFacts:
     digest = hashlib.sha256(dataset.ids.tobytes())
-    digest.update(dataset.trained.tobytes())
+    for array in (dataset.trained, dataset.offsets, dataset.document_offsets):
+        digest.update(b"" if array is None else array.tobytes())
     return DataFacts(
         samples=len(dataset),
         tokens=dataset.total_tokens,
         trained_tokens=dataset.trained_tokens,
         longest=dataset.longest,
+        packed=dataset.documents if dataset.is_packed else None,
         largest_id=int(dataset.ids.max()),
         digest=digest.hexdigest(),
     )
@@ -259,6 +261,7 @@ def batches(plan: Plan, prepared: Prepared, place: Place, first_step: int) -> tu
         shuffle=recipe.data.shuffle,
         total_steps=plan.steps.total_steps,
         first_step=first_step,
+        source_of=prepared.source_of,
     )
     if prepared.validation is None:
         return train, None

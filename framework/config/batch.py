@@ -29,8 +29,12 @@ class BatchPlan:
     """Data-parallel ranks."""
 
     def __str__(self) -> str:
+        return self.counted("samples")
+
+    def counted(self, unit: str) -> str:
+        """The product in words; `unit`: what a batch is made of."""
         product = f"{self.micro_batch_size} micro x {self.accumulate} accumulated x {self.world_size} {_ranks(self.world_size)}"
-        return f"{product} = {self.global_batch_size} samples per step"
+        return f"{product} = {self.global_batch_size} {unit} per step"
 
 
 def solve_batch(trainer: TrainerConfig, world_size: int) -> BatchPlan:

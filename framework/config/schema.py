@@ -122,6 +122,12 @@ class ColumnsConfig:
     """Key of a turn's text (usual: `content`, `value`)."""
     system: str | None = None
     """A column with the system prompt (usual: `system`)."""
+    tools: str | None = None
+    """A column with definitions of tools, a list or its JSON text (usual: `tools`)."""
+    prompt: str | None = None
+    """completion: what comes before, text or a list of turns (usual: `prompt`)."""
+    completion: str | None = None
+    """completion: what is trained, text or a list of turns (usual: `completion`)."""
     instruction: str | None = None
     """alpaca: the instruction (usual: `instruction`)."""
     input: str | None = None
@@ -134,26 +140,55 @@ class ColumnsConfig:
     """text: the document (usual: `text`)."""
 
 
+TrainOn = Literal["assistant", "last", "all"]
+RowFormat = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One of several sources of training data."""
+
+    path: str = ""
+    """As `data.train` with a single source."""
+    format: RowFormat | None = None
+    """None: `data.format`."""
+    columns: ColumnsConfig | None = None
+    """None: `data.columns`."""
+    max_rows: int | None = None
+    """None: `data.max_rows`."""
+    weight: float | None = None
+    """This source's part of all tokens of training, in proportion to the weights of the others. Where that needs only some of its rows,
+    they are the same ones every epoch. None, for all sources: every row once an epoch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Group `data`: which files are trained on and how rows become samples."""
 
-    train: str | None = None
-    """File (`.jsonl .json .parquet .txt`), folder or glob; a relative path is looked up in the working directory, then beside the
-    shipped recipes."""
+    train: str | list[str | SourceConfig] | None = None
+    """File, folder or glob: `.jsonl .json .csv .txt`, these also with `.gz .bz2 .xz .zst`, and `.parquet .arrow .feather`. A relative
+    path is looked up in the working directory, then beside the shipped recipes. Several sources: a list of these, or of {path, format,
+    columns, max_rows, weight}. With weights, an epoch has about as many tokens as all sources together, in these proportions at any time;
+    the ledger says how often it passes over each source."""
     validation: str | None = None
     """The same for validation; None: `validation_fraction` of `train`."""
     validation_fraction: float = 0.0
     """Share of `train` rows held out for validation when `validation` is None, 0 to below 1."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "text"] = "auto"
-    """How a row is read; auto: by the columns found."""
+    format: RowFormat = "auto"
+    """How a row is read; auto: by the columns found. completion: `prompt` with `completion`, text (no chat template) or turns."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    train_on: TrainOn = "assistant"
+    """Whose tokens of a conversation are targets of the loss: the assistant's answers, only its last one, or all. An answer of weight 0
+    never is. Documents are trained whole, and of `completion` rows the completion is."""
     max_tokens: int = 1024
     """Longest sample in tokens; for `text` the length of a chunk."""
+    packing: bool = False
+    """Put samples side by side in packs of at most `max_tokens`, with hardly any padding. They stay apart in attention, positions and
+    loss. Batch sizes then count packs. `text`: each document is cut into chunks by itself, so that none sees another."""
     on_too_long: Literal["error", "drop", "truncate"] = "error"
     """What happens to a longer conversation. Dropped rows and cut tokens are counted in the ledger."""
     max_rows: int | None = None
-    """Read only the first rows of `train`; None: all."""
+    """Read only the first rows of `train` (of each source); None: all."""
     shuffle: bool = True
     """New order every epoch, a pure function of (seed, epoch)."""
     num_workers: int = 1

@@ -43,7 +43,8 @@ def convert(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, l
     for key, value in data.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in hints:
-            problems.append(unknown_key(where, schema_paths()))
+            known = {f"{path}.{name}": hint for name, hint in hints.items()} if "[" in path else schema_paths()  # an item of a list
+            problems.append(unknown_key(where, known))
             continue
         try:
             values[key] = _fit(hints[key], value, where, problems)

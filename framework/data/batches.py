@@ -1,7 +1,10 @@
 """Optimizer steps of one rank: which samples of a step it takes, and the padded tensors of its micro-batches.
 
     global step k of an epoch = samples order[k * global_batch : (k + 1) * global_batch], the last step whatever is left
-    its samples are dealt like cards to the slots (micro-batch 0 of rank 0, micro-batch 0 of rank 1, ..., micro-batch 1 of rank 0, ...)
+    its samples, longest first, fill the slots (micro-batch 0 of rank 0, of rank 1, ..., micro-batch 1 of the last rank, ... of rank 0, ...)
+
+Rows of a micro-batch are of similar length, so little of it is padding; micro-batches that ranks compute at the same time are, too, so
+no rank waits for long; and every second turn goes back over the ranks, so that none has the longest of each.
 
 So the samples of a step depend on (seed, epoch, global batch) alone, each is used exactly once an epoch, and every rank runs the same
 number of steps and of micro-batches in each, for any number of samples: none waits for a collective that another never enters. A slot
@@ -20,7 +23,7 @@ import numpy as np
 import torch
 
 from framework.data.dataset import Sample, TokenDataset
-from framework.data.order import permutation
+from framework.data.order import interleaved, permutation
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # the label of a position without a target; torch's cross_entropy ignores it
@@ -42,12 +45,14 @@ class StepBatches:
         pad_id: int = 0,
         total_steps: int | None = None,
         first_step: int = 0,
+        source_of: np.ndarray | None = None,
     ) -> None:
-        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole. `first_step` steps have been done before."""
+        """`total_steps` of the whole run end the last epoch early; None: every epoch is whole. `first_step` steps have been done before.
+        `source_of` [samples]: the sources of a weighted mix, which are to keep their shares at any time."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
-        self.dataset, self.pad_id = dataset, pad_id
+        self.dataset, self.lengths, self.pad_id = dataset, dataset.lengths, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
-        self.seed, self.shuffle, self.total_steps = seed, shuffle, total_steps
+        self.seed, self.shuffle, self.total_steps, self.source_of = seed, shuffle, total_steps, source_of
         self.global_batch_size = micro_batch_size * accumulate * world_size
         self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
         self._first_epoch, self._skipped = divmod(first_step, self.steps_per_epoch)
@@ -68,19 +73,28 @@ class StepBatches:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         samples = len(self.dataset)
-        order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
+        if self.source_of is not None:
+            order = interleaved(self.seed, self.epoch, np.diff(self.dataset.offsets), self.source_of, shuffle=self.shuffle)
+        else:
+            order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
         for step in range(self._skipped if self.epoch == self._first_epoch else 0, len(self)):
             chosen = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
-            micro_batches = -(-len(chosen) // (self.micro_batch_size * self.world_size))
-            slots = micro_batches * self.world_size
-            yield [self._micro_batch(chosen[number * self.world_size + self.rank :: slots]) for number in range(micro_batches)]
+            yield [self._micro_batch(indices) for indices in self._dealt(chosen)]
+
+    def _dealt(self, chosen: np.ndarray) -> list[np.ndarray]:
+        """This rank's part of a step's samples, one array per micro-batch."""
+        chosen = longest_first(chosen, self.lengths)
+        micro_batches = -(-len(chosen) // (self.micro_batch_size * self.world_size))
+        slots = np.array_split(chosen, micro_batches * self.world_size)
+        turns = [slots[number * self.world_size : (number + 1) * self.world_size] for number in range(micro_batches)]
+        return [turn[-1 - self.rank if number % 2 else self.rank] for number, turn in enumerate(turns)]
 
     def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
         return collate([self.dataset[int(index)] for index in indices], self.pad_id)
 
 
 class EvalBatches:
-    """Yields this rank's micro-batches of a validation set in fixed order, as many on every rank, each sample exactly once."""
+    """Yields this rank's micro-batches of a validation set, longest samples first, as many on every rank, each sample exactly once."""
 
     def __init__(
         self,
@@ -96,6 +110,7 @@ class EvalBatches:
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0
         self.dataset, self.micro_batch_size, self.rank, self.world_size, self.pad_id = dataset, micro_batch_size, rank, world_size, pad_id
         self.samples = len(dataset) if max_batches is None else min(len(dataset), max_batches * micro_batch_size)
+        self.order = longest_first(np.arange(self.samples), dataset.lengths)
         self.batches = -(-self.samples // (micro_batch_size * world_size))
         self.given_up = False
         """The current pass was not finished: its results are those of some samples only."""
@@ -109,19 +124,25 @@ class EvalBatches:
             if self.given_up:
                 return
             start = number * self.micro_batch_size * self.world_size
-            indices = range(start, min(start + self.micro_batch_size * self.world_size, self.samples))[self.rank :: self.world_size]
-            yield collate([self.dataset[index] for index in indices], self.pad_id)
+            indices = self.order[start : start + self.micro_batch_size * self.world_size][self.rank :: self.world_size]
+            yield collate([self.dataset[int(index)] for index in indices], self.pad_id)
 
     def give_up(self) -> None:
         """End the current pass; call it on all ranks after the same batch."""
         self.given_up = True
 
 
+def longest_first(indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`indices` by falling length; those of equal length stay in their order."""
+    return indices[np.argsort(-lengths[indices], kind="stable")]
+
+
 def collate(samples: list[Sample], pad_id: int) -> MicroBatch:
     """Rows padded on the right to the longest; no sample at all becomes one padding token.
 
     input_ids [rows, tokens] int64; labels [rows, tokens] int64, shifted: labels[t] is what position t must predict, -100 for nothing;
-    trained_tokens: targets in the micro-batch; samples: rows that are not padding.
+    trained_tokens: targets in the micro-batch; samples: rows that are not padding. Packs also have document_lengths: for each row the
+    tokens of its documents, which a model has to keep apart. No label crosses from one to the next.
     """
     rows, tokens = max(1, len(samples)), max((len(sample) for sample in samples), default=1)
     input_ids = np.full((rows, tokens), pad_id, dtype=np.int64)
@@ -130,9 +151,12 @@ def collate(samples: list[Sample], pad_id: int) -> MicroBatch:
         input_ids[row, : len(sample)] = sample.input_ids
         targets = sample.trained[1:]
         labels[row, : len(sample) - 1][targets] = sample.input_ids[1:][targets]
-    return {
+    micro_batch = {
         "input_ids": torch.from_numpy(input_ids),
         "labels": torch.from_numpy(labels),
         "trained_tokens": sum(int(np.count_nonzero(sample.trained)) for sample in samples),
         "samples": len(samples),
     }
+    if any(sample.document_lengths for sample in samples):
+        micro_batch["document_lengths"] = [list(sample.document_lengths) for sample in samples]
+    return micro_batch

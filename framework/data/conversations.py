@@ -1,64 +1,62 @@
-"""What a row says: the turns of a conversation, or a document, read from one of the four row formats.
+"""What a row says: the turns of a conversation, a prompt with its completion, or a document, read from one of five row formats.
 
-    messages   {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-    sharegpt   {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-    alpaca     {"instruction": "Add.", "input": "2 and 3", "output": "5", "system": "...", "history": [["Hi", "Hello"]]}
-    text       {"text": "A document."}, or a .txt file
+    messages    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
+    sharegpt    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    completion  {"prompt": "Hi", "completion": " Hello"} is plain text; two lists of messages are a conversation with a given start
+    alpaca      {"instruction": "Add.", "input": "2 and 3", "output": "5", "system": "...", "history": [["Hi", "Hello"]]}
+    text        {"text": "A document."}, or a .txt file
 
-`choose_format` settles the format and the column names once per file; `parse` reads one row with them. Both raise UserError and never
-guess: a wrong column, role or type names the row, what was found, and the setting to write. Needs neither torch nor a tokenizer.
+`choose_format` settles the format and the column names once per file; `parse` reads one row with them, `turns` its single turns. All raise
+UserError and never guess: a wrong column, role or type names the row, what was found, and the setting to write. Needs neither torch nor a
+tokenizer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import ColumnsConfig
 from framework.data.files import Row, excerpt
-
-Role = Literal["system", "user", "assistant"]
-ROLES: dict[str, Role] = {
-    "system": "system", "user": "user", "assistant": "assistant",
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant",
-}  # fmt: skip
+from framework.data.turns import Completion, Conversation, Turn, listed, read_tools, read_turn, text_in, wrong
 
 USUAL_COLUMNS = {
-    "messages": ColumnsConfig(messages="messages", role="role", content="content", system="system"),
-    "sharegpt": ColumnsConfig(messages="conversations", role="from", content="value", system="system"),
+    "messages": ColumnsConfig(messages="messages", role="role", content="content", system="system", tools="tools"),
+    "sharegpt": ColumnsConfig(messages="conversations", role="from", content="value", system="system", tools="tools"),
+    "completion": ColumnsConfig(prompt="prompt", completion="completion", role="role", content="content", system="system", tools="tools"),
     "alpaca": ColumnsConfig(instruction="instruction", input="input", output="output", system="system", history="history"),
     "text": ColumnsConfig(text="text"),
 }
-REQUIRED = {"messages": ("messages",), "sharegpt": ("messages",), "alpaca": ("instruction", "output"), "text": ("text",)}
+REQUIRED = {
+    "messages": ("messages",),
+    "sharegpt": ("messages",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
 
 # Names that other data sets use for the required columns: they make the mapping to write, never a silent choice.
 LIKELY_NAMES = {
     "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("prompt",),
+    "completion": ("completion",),
     "instruction": ("instruction", "prompt", "question", "query", "problem", "input"),
     "output": ("output", "answer", "response", "completion", "reply", "solution", "target", "chosen"),
     "text": ("text", "content", "document", "body", "article", "passage"),
 }
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one speaker says. `trained` is False for an assistant turn of weight 0."""
-
-    role: Role
-    content: str
-    trained: bool = True
-
-
-Conversation = tuple[Turn, ...]
+Kind = Literal["messages", "sharegpt", "completion", "alpaca", "text"]
+Yields = Literal["conversations", "completions", "documents"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
     """How the rows of one file are read: the format, and a column name for everything that the format knows."""
 
-    kind: Literal["messages", "sharegpt", "alpaca", "text"]
+    kind: Kind
     columns: ColumnsConfig
+    yields: Yields = "conversations"
+    """What a row becomes; `completion` rows are read as text or as lists of messages, as the first row of the file is."""
 
 
 def choose_format(row: Row, wanted: str, mapping: ColumnsConfig) -> RowFormat:
@@ -73,89 +71,77 @@ def choose_format(row: Row, wanted: str, mapping: ColumnsConfig) -> RowFormat:
                 path="data.format", got=f"{wanted} for {row.file.name}", expected="text for a .txt file", fix="data.format=text"
             )
             raise UserError(problem)
-        return RowFormat(kind="text", columns=USUAL_COLUMNS["text"])
-    kinds = [wanted] if wanted != "auto" else ["messages", "sharegpt", "alpaca", "text"]
+        return RowFormat(kind="text", columns=USUAL_COLUMNS["text"], yields="documents")
+    kinds = [wanted] if wanted != "auto" else list(USUAL_COLUMNS)
     for kind in kinds:
         columns = _mapped(USUAL_COLUMNS[kind], mapping)
         if all(getattr(columns, needed) in row.value for needed in REQUIRED[kind]) and _mapping_fits(row, kind, mapping):
-            return _with_turn_keys(RowFormat(kind=kind, columns=columns), row, mapping)
+            return _with_turn_keys(RowFormat(kind=kind, columns=columns, yields=_yields(row, kind, columns)), row, mapping)
     raise UserError(_wrong_columns(row, kinds, mapping))
 
 
-def parse(row: Row, form: RowFormat) -> Conversation | str:
-    """The conversation (or, for `text`, the document) in `row`. Raises UserError that names the row."""
+def parse(row: Row, form: RowFormat) -> Conversation | Completion | str:
+    """The conversation, the completion or (for `text`) the document in `row`. Raises UserError that names the row."""
     if isinstance(row.value, str):
         return row.value
+    columns = form.columns
     if form.kind == "text":
-        return _text(row, row.value, form.columns.text, f"`{form.columns.text}`")
-    return _alpaca(row, form.columns) if form.kind == "alpaca" else _turns(row, form.columns)
+        return text_in(row, row.value, columns.text, f"`{columns.text}`")
+    if form.yields == "completions":
+        return _completion(row, columns)
+    if form.kind == "completion":
+        prompt = (replace(turn, trained=False) for turn in _turns(row, columns.prompt, columns))
+        turns = (*_system(row, columns), *prompt, *_turns(row, columns.completion, columns))
+    elif form.kind == "alpaca":
+        turns = _alpaca(row, columns)
+    else:
+        turns = (*_system(row, columns), *_turns(row, columns.messages, columns))
+    return Conversation(turns, () if columns.tools is None else read_tools(row, columns))
 
 
-def _turns(row: Row, columns: ColumnsConfig) -> Conversation:
-    entries = row.value.get(columns.messages)
+def _yields(row: Row, kind: Kind, columns: ColumnsConfig) -> Yields:
+    if kind == "completion":
+        is_text = any(isinstance(row.value[column], str) for column in (columns.prompt, columns.completion))
+        return "completions" if is_text else "conversations"
+    return "documents" if kind == "text" else "conversations"
+
+
+def _completion(row: Row, columns: ColumnsConfig) -> Completion:
+    for column in (columns.system, columns.tools):
+        if row.value.get(column):
+            got = f"`{column}` beside a `{columns.prompt}` that is text, in which it has no place"
+            fix = f'"{columns.prompt}": [{{"role": "user", "content": ...}}], "{columns.completion}": [{{"role": "assistant", ...}}]'
+            raise wrong(row, got=got, expected="lists of messages, or no such column", fix=fix)
+    return Completion(*(text_in(row, row.value, column, f"`{column}`") for column in (columns.prompt, columns.completion)))
+
+
+def _turns(row: Row, column: str, columns: ColumnsConfig) -> tuple[Turn, ...]:
+    entries = row.value.get(column)
     if not isinstance(entries, list) or not entries:
-        raise _wrong(row, got=f"`{columns.messages}` = {excerpt(entries)}", expected="a list of turns with at least one turn")
-    turns = [_turn(row, entry, f"turn {number} of `{columns.messages}`", columns) for number, entry in enumerate(entries, 1)]
-    return (*_system(row, columns), *turns)
+        raise wrong(row, got=f"`{column}` = {excerpt(entries)}", expected="a list of turns with at least one turn")
+    return tuple(read_turn(row, entry, f"turn {number} of `{column}`", columns) for number, entry in enumerate(entries, 1))
 
 
-def _turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:
-    if not isinstance(entry, dict):
-        raise _wrong(row, got=f"{which} = {excerpt(entry)}", expected=f'{{"{columns.role}": ..., "{columns.content}": ...}}')
-    for key in (columns.role, columns.content):
-        if key not in entry:
-            raise _wrong(
-                row,
-                got=f"{which} with the keys {_listed(entry)}",
-                expected=f"the keys {columns.role}, {columns.content}",
-                fix="data.columns.role=KEY data.columns.content=KEY",
-            )
-    if entry.get("tool_calls"):
-        raise _wrong(row, got=f"{which} with `tool_calls`", expected="plain text turns (tool calls cannot be trained on)")
-    role = entry[columns.role]
-    if not isinstance(role, str) or role not in ROLES:
-        raise _wrong(row, got=f"{which} with the role {excerpt(role)!r}", expected=f"one of {', '.join(ROLES)}")
-    weight = entry.get("weight")
-    if weight not in (None, 0, 1):
-        raise _wrong(row, got=f"{which} with `weight` = {excerpt(weight)}", expected="0 (not trained on) or 1")
-    return Turn(ROLES[role], _text(row, entry, columns.content, f"`{columns.content}` of {which}"), trained=weight != 0)
-
-
-def _alpaca(row: Row, columns: ColumnsConfig) -> Conversation:
+def _alpaca(row: Row, columns: ColumnsConfig) -> tuple[Turn, ...]:
     turns = list(_system(row, columns))
     history = row.value.get(columns.history) or []
     if not isinstance(history, list):
-        raise _wrong(row, got=f"`{columns.history}` = {excerpt(history)}", expected='a list of ["question", "answer"]')
+        raise wrong(row, got=f"`{columns.history}` = {excerpt(history)}", expected='a list of ["question", "answer"]')
     for number, pair in enumerate(history, 1):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise _wrong(row, got=f"pair {number} of `{columns.history}` = {excerpt(pair)}", expected='["question", "answer"]')
+            raise wrong(row, got=f"pair {number} of `{columns.history}` = {excerpt(pair)}", expected='["question", "answer"]')
         turns += [Turn("user", pair[0]), Turn("assistant", pair[1])]
-    question = _text(row, row.value, columns.instruction, f"`{columns.instruction}`")
+    question = text_in(row, row.value, columns.instruction, f"`{columns.instruction}`")
     if row.value.get(columns.input):
-        question += "\n" + _text(row, row.value, columns.input, f"`{columns.input}`")
-    answer = _text(row, row.value, columns.output, f"`{columns.output}`")
+        question += "\n" + text_in(row, row.value, columns.input, f"`{columns.input}`")
+    answer = text_in(row, row.value, columns.output, f"`{columns.output}`")
     return (*turns, Turn("user", question), Turn("assistant", answer))
 
 
-def _system(row: Row, columns: ColumnsConfig) -> Conversation:
+def _system(row: Row, columns: ColumnsConfig) -> tuple[Turn, ...]:
     if not row.value.get(columns.system):
         return ()
-    return (Turn("system", _text(row, row.value, columns.system, f"`{columns.system}`")),)
-
-
-def _wrong(row: Row, got: str, expected: str, fix: str = "") -> UserError:
-    return UserError(Problem(path=row.where, got=got, expected=expected, fix=fix))
-
-
-def _text(row: Row, holder: dict, key: str, what: str) -> str:
-    if key not in holder:
-        raise _wrong(row, got=f"no {what}; the row has {_listed(holder)}", expected=f"text in {what}")
-    value = holder[key]
-    if not isinstance(value, str):
-        kind = {type(None): "null", list: "a list", dict: "an object"}.get(type(value), f"a {type(value).__name__}")
-        got = f"{what} is {kind}" + (f": {excerpt(value)}" if value is not None else "")
-        raise _wrong(row, got=got, expected="text")
-    return value
+    return (Turn("system", text_in(row, row.value, columns.system, f"`{columns.system}`")),)
 
 
 def _mapped(usual: ColumnsConfig, mapping: ColumnsConfig) -> ColumnsConfig:
@@ -189,7 +175,7 @@ def _wrong_columns(row: Row, kinds: list[str], mapping: ColumnsConfig) -> Proble
     for kind in kinds:
         columns = _mapped(USUAL_COLUMNS[kind], mapping)
         needed.append(f"{kind}: " + ", ".join(getattr(columns, name) for name in REQUIRED[kind]))
-    got = f"the columns {_listed(row.value)}"
+    got = f"the columns {listed(row.value)}"
     for name, column in vars(mapping).items():
         if column is not None and all(getattr(USUAL_COLUMNS[kind], name) is None for kind in kinds):
             got += f"; data.columns.{name}={column}, which the format {kinds[0]} does not have"
@@ -206,7 +192,3 @@ def _suggested_mapping(row: Row, kinds: list[str]) -> str:
             return " ".join(f"data.columns.{name}={column}" for name, column in found.items())
     needed = REQUIRED["alpaca"] if "alpaca" in kinds else REQUIRED[kinds[0]]
     return " ".join(f"data.columns.{name}=COLUMN" for name in needed)
-
-
-def _listed(row: dict) -> str:
-    return ", ".join(map(str, row)) or "(none)"

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class SourceCounts:
-    """The rows of one source (`data.train` or `data.validation`)."""
+    """The rows of one source (`data.train`, `data.train[0]`, `data.validation`)."""
 
     setting: str
     path: str
@@ -31,8 +31,13 @@ class SourceCounts:
     """Of them, tokens that would have been trained."""
     samples: int = 0
     """What training sees of `kept`; for text, chunks."""
+    packs: int | None = None
+    """How many packs hold these samples; None: not packed."""
     tokens: int = 0
     trained_tokens: int = 0
+    weight: float | None = None
+    passes: float = 1.0
+    """Over `kept`, in one epoch: with weights, a source is repeated or taken in part, and `samples` and `tokens` are those of the epoch."""
 
     def check(self) -> None:
         """Raises RuntimeError where a row was lost on the way; each number was counted where it arose."""
@@ -55,7 +60,7 @@ class Ledger:
         return cls([SourceCounts(**source | {"dropped": Counter(source["dropped"])}) for source in written["sources"]])
 
     def table(self) -> str:
-        """For the console: a line per source, and one below it for each reason to drop or cut."""
+        """For the console: a line per source, and one below it for each reason to drop or cut, and for packing."""
         lines = [f"{'source':<16} {'read':>9} {'kept':>9} {'held out':>9} {'dropped':>9} {'samples':>9} {'tokens':>12} {'trained':>12}"]
         for source in self.sources:
             counts = (source.read, source.kept, source.held_out, source.dropped.total(), source.samples)
@@ -65,4 +70,10 @@ class Ledger:
             if source.truncated:
                 cut = f"{source.cut_tokens:,} tokens cut, {source.cut_trained_tokens:,} of them trained"
                 lines.append(f"    truncated {source.truncated:,} rows: {cut}")
+            if source.weight is not None:
+                tokens = sum(other.tokens for other in self.sources if other.weight is not None)
+                share = f"{source.tokens / tokens:.2%} of the tokens of an epoch"
+                lines.append(f"    weight {source.weight:g}: {share}, which passes over it {source.passes:.2f} times")
+            if source.packs is not None:
+                lines.append(f"    packed {source.samples:,} samples into {source.packs:,} packs, which is what a batch counts")
         return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""A setting like `data.train` opened: its files, their row format, and every row as a conversation or a document.
+"""A setting like `data.train` opened: its files, their row format, and what every row says.
 
-`open_source` finds the files and settles each one's format from its first row; `Source.items` then yields what the rows say. Rows that
+`training_sources` and `validation_source` say which there are. `Wanted.open` finds the files of one and settles each one's format from
+its first row; `Source.items` then yields what the rows say. Rows that
 are wrong do not stop the reading: their problems are collected, so that a user sees the first few and how many more there are.
 
 `peek` is the quick look that `framework check` takes: files, columns and first rows, without torch, transformers or `datasets`.
@@ -9,13 +10,15 @@ are wrong do not stop the reading: their problems are collected, so that a user 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import DataConfig
-from framework.data.conversations import Conversation, RowFormat, choose_format, parse
-from framework.data.files import Row, find_files, first_rows, read_rows, shown
+from framework.config.schema import DataConfig, SourceConfig
+from framework.data.conversations import RowFormat, Yields, choose_format, parse
+from framework.data.files import Row, find_files, shown
+from framework.data.read import first_rows, read_rows
+from framework.data.turns import Completion, Conversation
 
 SHOWN_PROBLEMS = 5
 PEEKED_ROWS = 20
@@ -42,20 +45,42 @@ class Faults:
         return [*self.problems, Problem(path=what, got=f"{rows} with problems", expected="rows like those described above")]
 
 
-@dataclass(frozen=True)
-class Source:
-    """The files behind one setting, all documents or all conversations."""
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A source that the recipe names."""
 
     setting: str
-    """`data.train` or `data.validation`."""
+    """`data.train`, `data.train[0]` where there are several, or `data.validation`."""
+    path: str
+    config: DataConfig
+    """With the format and the columns of this source."""
+    max_rows: int | None = None
+    weight: float | None = None
+
+    def open(self) -> Source:
+        """Raises UserError for missing or empty files, unknown columns, and a mix of documents, conversations and completions."""
+        return _open(self.path, self.setting, self.config, self.max_rows)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files behind one setting, whose rows are all documents, all conversations or all completions."""
+
+    setting: str
+    """`data.train`, `data.train[0]` or `data.validation`."""
     files: tuple[tuple[Path, RowFormat], ...]
     max_rows: int | None = None
 
     @property
-    def is_text(self) -> bool:
-        return self.files[0][1].kind == "text"
+    def yields(self) -> Yields:
+        return self.files[0][1].yields
 
-    def items(self, faults: Faults) -> Iterator[tuple[str, Conversation | str]]:
+    @property
+    def is_text(self) -> bool:
+        """Whether rows are joined and cut into chunks."""
+        return self.yields == "documents"
+
+    def items(self, faults: Faults) -> Iterator[tuple[str, Conversation | Completion | str]]:
         """(place of the row, what the row says) for every good row in order; the others go to `faults`."""
         read = 0
         for file, form in self.files:
@@ -73,43 +98,80 @@ class Source:
                     yield row.where, item
 
 
-def open_source(path: str, setting: str, config: DataConfig, max_rows: int | None = None) -> Source:
-    """Raises UserError for missing or empty files, unknown columns, and a mix of documents and conversations."""
+def training_sources(config: DataConfig) -> list[Wanted]:
+    """Raises UserError where there is none."""
+    if not config.train:
+        expected = "the training data: a file, folder or glob"
+        raise UserError(Problem(path="data.train", got="nothing", expected=expected, fix="data.train=/path/to/file.jsonl"))
+    if isinstance(config.train, str):
+        return [Wanted(setting="data.train", path=config.train, config=config, max_rows=config.max_rows)]
+    return [_listed(number, source, config) for number, source in enumerate(config.train)]
+
+
+def validation_source(config: DataConfig) -> Wanted | None:
+    return None if config.validation is None else Wanted(setting="data.validation", path=config.validation, config=config)
+
+
+def _listed(number: int, source: str | SourceConfig, config: DataConfig) -> Wanted:
+    own = SourceConfig(path=source) if isinstance(source, str) else source
+    return Wanted(
+        setting=f"data.train[{number}]",
+        path=own.path,
+        config=replace(config, format=own.format or config.format, columns=own.columns or config.columns),
+        max_rows=own.max_rows or config.max_rows,
+        weight=own.weight,
+    )
+
+
+def _open(path: str, setting: str, config: DataConfig, max_rows: int | None) -> Source:
     opened = []
     for file in find_files(path, setting):
         first = _first_good_row(file, setting)
         form = choose_format(first, config.format, config.columns)
         opened.append((file, form))
-        if (form.kind == "text") != (opened[0][1].kind == "text"):
-            got = f"{form.kind} rows in {shown(file)} and {opened[0][1].kind} rows in {shown(opened[0][0])}"
+        _check_train_on(form, config, shown(file))
+        other, other_form = opened[0]
+        if form.yields != other_form.yields:
+            got = f"{form.kind} rows in {shown(file)} and {other_form.kind} rows in {shown(other)} ({form.yields} and {other_form.yields})"
             fix = f"{setting}='{file.parent}/*{file.suffix}'"
-            raise UserError(Problem(path=setting, got=got, expected="either documents or conversations in all files", fix=fix))
+            raise UserError(Problem(path=setting, got=got, expected="one of these in all files", fix=fix))
     return Source(setting, tuple(opened), max_rows)
 
 
 def peek(config: DataConfig) -> list[Problem]:
     """Everything that the first rows of each file tell is wrong with `data.train` and `data.validation`."""
-    settings = [(setting, path) for setting, path in (("data.train", config.train), ("data.validation", config.validation)) if path]
-    if config.train is None:
-        expected = "the training data: a file, folder or glob"
-        return [Problem(path="data.train", got="nothing", expected=expected, fix="data.train=/path/to/file.jsonl")]
-    problems: list[Problem] = []
-    for setting, path in settings:
-        faults = Faults()
-        try:
-            for file, form in open_source(path, setting, config).files[:PEEKED_FILES]:
-                count = min(PEEKED_ROWS, config.max_rows or PEEKED_ROWS) if setting == "data.train" else PEEKED_ROWS
-                for row in first_rows(file, count):
-                    try:
-                        if isinstance(row, Problem):
-                            raise UserError(row)
-                        parse(row, form)
-                    except UserError as error:
-                        faults.add(*error.problems)
-        except UserError as error:
-            faults.add(*error.problems)
-        problems += faults.listed(setting)
-    return problems
+    try:
+        wanted = training_sources(config)
+    except UserError as error:
+        return list(error.problems)
+    validation = validation_source(config)
+    return [problem for source in (*wanted, *([validation] if validation else [])) for problem in _peek(source)]
+
+
+def _peek(wanted: Wanted) -> list[Problem]:
+    faults = Faults()
+    try:
+        for file, form in wanted.open().files[:PEEKED_FILES]:
+            for row in first_rows(file, min(PEEKED_ROWS, wanted.max_rows or PEEKED_ROWS)):
+                try:
+                    if isinstance(row, Problem):
+                        raise UserError(row)
+                    parse(row, form)
+                except UserError as error:
+                    faults.add(*error.problems)
+    except UserError as error:
+        faults.add(*error.problems)
+    return faults.listed(wanted.setting)
+
+
+def _check_train_on(form: RowFormat, config: DataConfig, file: str) -> None:
+    """Raises UserError where `data.train_on` would do nothing, or not what it says."""
+    if form.kind == "completion" and config.train_on == "all":
+        got, fix = f"all with the prompts and completions of {file}", "data.train_on=assistant"
+        raise UserError(Problem(path="data.train_on", got=got, expected="rows without a prompt that is only given", fix=fix))
+    if form.yields == "documents" and config.train_on == "last":
+        got, fix = f"last with the documents of {file}", "data.train_on=assistant"
+        raise UserError(Problem(path="data.train_on", got=got, expected="conversations, which have a last answer", fix=fix))
 
 
 def _first_good_row(file: Path, setting: str) -> Row:

@@ -8,19 +8,28 @@ would give for it (the template over the turns before, with `add_generation_prom
 follows the answer. That prompt must be a prefix of the conversation, in text and in tokens, so training sees exactly the ids of inference.
 
 Unusual: nothing is assumed about any template. One for which this does not hold (it rewrites an answer, writes no stop token, refuses
-the order of roles, glues prompt and answer into one token) is refused with the row and the place where it fails.
+the order of roles, leaves out a turn, glues prompt and answer into one token) is refused with the row and the place where it fails. So two
+turns of one role in a row are legal wherever the template writes both of them.
+
+[Note: tool calls] How a template writes a call is its own affair, so that the end of such a turn cannot be found by looking for a text.
+It is the last stop token before the content of the next turn, and where that begins is seen by rendering the conversation once more
+with another content there. Which token stops a turn is learnt from a plain answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from framework.config.errors import Problem, UserError
-from framework.data.conversations import Conversation
+from framework.config.schema import TrainOn
 from framework.data.files import excerpt
+from framework.data.tool_template import ToolTemplate, written_calls
+from framework.data.turns import Conversation, Turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +40,21 @@ class Encoded:
     """[tokens] int32"""
     trained: np.ndarray
     """[tokens] bool: is this token a target of the loss? Never the first one, which nothing predicts."""
+    stops: tuple[int, ...]
+    """Tokens that end a trained answer (for a document, its separator)."""
 
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation in text, with the prompt of each assistant turn (by index in `turns`)."""
+    """A conversation in text, with prompts of assistant turns (by index in `turns`)."""
 
     where: str
-    turns: Conversation
+    turns: tuple[Turn, ...]
     text: str
     prompts: dict[int, str]
+    """Of the answers that have to be found."""
+    ends: dict[int, int]
+    """By which character of `text` a turn with tool calls has ended."""
 
     @property
     def texts(self) -> list[str]:
@@ -50,19 +64,19 @@ class _Rendered:
 class ChatEncoder:
     """Encodes conversations with one tokenizer. Raises UserError at once for a tokenizer that cannot do it."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, train_on: TrainOn = "assistant") -> None:
         if not tokenizer.chat_template:
             fix = "model.chat_template=/path/to/template.jinja"
             raise _wrong("model.chat_template", "a tokenizer without a chat template", "a template to train on conversations", fix)
         if not tokenizer.is_fast:
             raise _wrong("model.tokenizer", type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.tools, self.train_on = tokenizer, ToolTemplate(tokenizer), train_on
         marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = np.array(sorted(marked | set(tokenizer.all_special_ids)), dtype=np.int32)
 
     def encode(self, conversations: list[tuple[str, Conversation]]) -> list[Encoded | UserError]:
         """Each (place of the row, conversation) in tokens, or what is wrong with it; one call of the tokenizer for all."""
-        rendered = [_caught(self._render, where, turns) for where, turns in conversations]
+        rendered = [_caught(self._render, where, conversation) for where, conversation in conversations]
         texts = [text for one in rendered if isinstance(one, _Rendered) for text in one.texts]
         batch = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False) if texts else None
         results: list[Encoded | UserError] = []
@@ -77,46 +91,81 @@ class ChatEncoder:
             at += len(one.texts)
         return results
 
-    def _render(self, where: str, turns: Conversation) -> _Rendered:
-        """Text of the conversation and of each assistant turn's prompt, which must be a prefix of it."""
-        text = self._apply(where, turns, prompt=False)
-        prompts = {}
-        for index, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
+    def _render(self, where: str, conversation: Conversation) -> _Rendered:
+        """Text of the conversation and of the prompt of each answer to be found, which must be a prefix of it."""
+        turns = conversation.turns
+        self.tools.check(where, conversation)
+        text = self._apply(where, conversation)
+        _check_complete(where, turns, text)
+        prompts: dict[int, str] = {}
+        for index in self._answers(where, turns):
             if index == 0:
                 raise _wrong(where, "a conversation that starts with the assistant", "a turn for it to answer")
-            prompt = prompts[index] = self._apply(where, turns[:index], prompt=True)
+            before = replace(conversation, turns=turns[:index])
+            prompt = prompts[index] = self._apply(where, before, prompt=True)
             if not text.startswith(prompt):
                 at = _common_prefix(text, prompt)
                 got = (
                     f"a chat template whose prompt for turn {index + 1} is not how the conversation goes on: the prompt has "
-                    f"{excerpt(prompt[at:])!r} where the conversation has {excerpt(text[at:])!r}"
+                    f"{excerpt(prompt[at:])!r} where the conversation has {excerpt(text[at:])!r}{_same_role(turns, index)}"
                 )
                 raise _wrong(where, got, "template(turns before, add_generation_prompt=True) to be a prefix of template(all turns)")
-        return _Rendered(where, turns, text, prompts)
+        called = [index for index in prompts if turns[index].tool_calls]
+        ends = {index: self._end(where, conversation, index, text, prompts) for index in called}
+        return _Rendered(where, turns, text, prompts, ends)
+
+    def _answers(self, where: str, turns: tuple[Turn, ...]) -> list[int]:
+        """Assistant turns whose place in the tokens must be known: those that are trained; where all turns are, those that are not, too."""
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        if self.train_on == "all":
+            for index, turn in enumerate(turns):
+                if not turn.trained and turn.role != "assistant":
+                    got = f"turn {index + 1} of the role {turn.role} with weight 0 and data.train_on=all"
+                    raise _wrong(where, got, "weights of the assistant's turns only, or another data.train_on")
+            return answers
+        return [index for index in (answers[-1:] if self.train_on == "last" else answers) if turns[index].trained]
+
+    def _end(self, where: str, conversation: Conversation, index: int, text: str, prompts: dict[int, str]) -> int:
+        """The character of `text` where what follows turn `index` has begun: [Note: tool calls]."""
+        turns, following = conversation.turns, index + 1
+        if following == len(turns):
+            return len(text)
+        if following in prompts:
+            return len(prompts[following])
+        content = turns[following].content
+        other = replace(turns[following], content=("1" if content.lstrip().startswith("0") else "0") + content)
+        changed = replace(conversation, turns=(*turns[:following], other, *turns[following + 1 :]))
+        return _common_prefix(text, self._apply(where, changed))
 
     def _mark(self, one: _Rendered, ids: np.ndarray, spans: np.ndarray, prompt_ids: list[np.ndarray]) -> Encoded:
         """ids [tokens] of the conversation, spans [tokens, 2]: the characters of its text that each token covers."""
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             raise _wrong(one.where, f"a chat template that starts with {self.tokenizer.bos_token!r} twice", "one")
-        trained = np.zeros(len(ids), dtype=bool)
+        trained, stops = np.full(len(ids), self.train_on == "all"), set()
+        trained[:1] = False
         special = np.flatnonzero(np.isin(ids, self.special_ids))
         starts = [len(prompt) for prompt in prompt_ids] + [len(ids)]
         for number, index in enumerate(one.prompts):
             start, next_start = starts[number], starts[number + 1]
             if not np.array_equal(ids[:start], prompt_ids[number]):
                 self._refuse_tokens(one, index, ids, prompt_ids[number])
-            stop = self._stop_position(one, index, special[(special >= start) & (special < next_start)], spans)
+            within = special[(special >= start) & (special < next_start)]
+            if one.turns[index].tool_calls:
+                stop = self._stop_of_calls(one, index, within, ids, spans)
+            else:
+                stop = self._stop_position(one, index, within, ids, spans)
+            _check_reasoning(one, index, one.text[len(one.prompts[index]) : spans[stop, 0]])
             trained[start : stop + 1] = one.turns[index].trained
-        return Encoded(ids, trained)
+            if one.turns[index].trained:
+                stops.add(int(ids[stop]))
+        return Encoded(ids, trained, tuple(sorted(stops)))
 
-    def _stop_position(self, one: _Rendered, index: int, special: np.ndarray, spans: np.ndarray) -> int:
-        """Which of the positions `special`, all within the turn, is its stop token: the one that follows the answer's text directly.
+    def _stop_position(self, one: _Rendered, index: int, special: np.ndarray, ids: np.ndarray, spans: np.ndarray) -> int:
+        """Which of the positions `special` is the turn's stop token: the first one of its kind to follow the answer's text directly.
 
         White space may lie between, and templates may trim the answer. The text before the answer (an empty thinking block) may contain
-        the same words, so that its later occurrences are tried too.
+        the same words, so that its later occurrences are tried too; but beyond a token that stops turns another turn has begun.
         """
         answer, start = one.turns[index].content, len(one.prompts[index])
         for spelling in (answer, answer.strip()):
@@ -125,17 +174,41 @@ class ChatEncoder:
                 end = at + len(spelling)
                 later = special[spans[special, 1] > end]
                 if len(later) and not one.text[end : spans[later[0], 0]].strip():
-                    return int(later[0])
+                    if ids[later[0]] not in ids[special[spans[special, 1] <= at]]:
+                        return int(later[0])
                 at = one.text.find(spelling, at + 1)
         rendered = one.text[start:]
         if answer.strip() not in rendered:
             got = f"a chat template that changes the text of turn {index + 1}: {excerpt(answer)!r} became {excerpt(rendered)!r}"
-            fix = "take out of the row what the template removes (Qwen3 drops the thinking of earlier turns)"
+            fix = "take out of the row what the template removes (Qwen3 drops the thinking of earlier turns), or data.train_on=last"
             raise _wrong(one.where, got, "the assistant's text as it is written in the row", fix)
         after = rendered[rendered.index(answer.strip()) + len(answer.strip()) :]
         got = f"no special token after the answer of turn {index + 1} in {one.where}: {excerpt(after)!r}"
         fix = "model.chat_template=/path/to/template.jinja   with {{ eos_token }} after the assistant's text"
         raise _wrong("model.chat_template", got, "a stop token after each assistant turn, for the model to learn where to stop", fix)
+
+    def _stop_of_calls(self, one: _Rendered, index: int, special: np.ndarray, ids: np.ndarray, spans: np.ndarray) -> int:
+        """The same for a turn with tool calls: [Note: tool calls]. Its text and its calls must all be there."""
+        stops = special[(spans[special, 1] <= one.ends[index]) & np.isin(ids[special], self._plain_stops)]
+        if not len(stops):
+            expected = f"{self.tokenizer.convert_ids_to_tokens(list(self._plain_stops))}, as after its answers"
+            after = one.text[len(one.prompts[index]) : one.ends[index]]
+            raise _wrong(one.where, f"a chat template that ends the tool calls of turn {index + 1} with {excerpt(after[-40:])!r}", expected)
+        stop = int(stops[-1])
+        rendered = one.text[len(one.prompts[index]) : spans[stop, 0]]
+        if (missing := written_calls(one.turns[index], rendered)) is not None:
+            got = f"a chat template that leaves out {missing} of turn {index + 1}: it became {excerpt(rendered)!r}"
+            fix = "model.chat_template=/path/to/template.jinja   that writes `tool_calls`"
+            raise _wrong(one.where, got, "the text and every call of the turn", fix)
+        return stop
+
+    @cached_property
+    def _plain_stops(self) -> tuple[int, ...]:
+        """The token that ends an answer without tool calls."""
+        (probe,) = self.encode([("model.chat_template", Conversation((Turn("user", "Yes?"), Turn("assistant", "Yes."))))])
+        if isinstance(probe, UserError):
+            raise probe
+        return probe.stops
 
     def _refuse_tokens(self, one: _Rendered, index: int, ids: np.ndarray, prompt: np.ndarray) -> None:
         shared = min(len(ids), len(prompt))
@@ -146,31 +219,41 @@ class ChatEncoder:
         fix = "take the white space off the answer's start (or off the end of the template's prompt)"
         raise _wrong(one.where, got, "an answer that starts at a token of its own", fix)
 
-    def _apply(self, where: str, turns: Conversation, *, prompt: bool) -> str:
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:  # a template is the user's program: whatever it raises is what is wrong with it
-            got = f"turns that the chat template refuses ({error}); their roles: {', '.join(turn.role for turn in turns)}"
-            raise _wrong(where, got, "an order of roles that the template accepts") from error
+    def _apply(self, where: str, conversation: Conversation, *, prompt: bool = False) -> str:
+        return self.tools.apply(where, conversation, prompt=prompt)
 
 
-class TextEncoder:
-    """Encodes documents: beginning-of-sequence token where the tokenizer wants one, the text, end-of-sequence token.
+def _check_complete(where: str, turns: tuple[Turn, ...], text: str) -> None:
+    """Every turn that is not the assistant's stands in `text`, those of the user in their order."""
+    at = 0
+    for index, turn in enumerate(turns):
+        content = turn.content.strip()
+        if turn.role == "assistant":
+            continue
+        found = text.find(content, at if turn.role == "user" else 0)
+        if found < 0 and turn.role == "tool":
+            found = max(text.find(json.dumps(content, ensure_ascii=ascii)[1:-1]) for ascii in (False, True))
+        if found < 0:
+            got = (
+                f"a chat template that leaves out or changes turn {index + 1} ({turn.role}: {excerpt(content)!r}){_same_role(turns, index)}"
+            )
+            raise _wrong(where, got, "every turn as it is written in the row", "model.chat_template=/path/to/template.jinja")
+        at = found + len(content) if turn.role == "user" else at
 
-    All of them are trained but the first, which nothing predicts.
-    """
 
-    def __init__(self, tokenizer: Any) -> None:
-        if tokenizer.eos_token_id is None:
-            raise _wrong("model.tokenizer", "a tokenizer without an end-of-sequence token", "one, to separate documents")
-        self.tokenizer = tokenizer
-        self.start = [tokenizer.bos_token_id] if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else []
+def _check_reasoning(one: _Rendered, index: int, rendered: str) -> None:
+    reasoning = (one.turns[index].reasoning or "").strip()
+    if reasoning not in rendered:
+        got = f"a chat template that leaves out `reasoning_content` of turn {index + 1}: {excerpt(reasoning)!r}"
+        fix = "data.train_on=last (many templates keep the reasoning of the last answer only), or rows without it"
+        raise _wrong(one.where, got, "the reasoning of every trained answer", fix)
 
-    def encode(self, documents: list[tuple[str, str]]) -> list[Encoded | UserError]:
-        batch = self.tokenizer([text for _, text in documents], add_special_tokens=False, verbose=False)["input_ids"]
-        rows = [np.array(self.start + ids + [self.tokenizer.eos_token_id], dtype=np.int32) for ids in batch]
-        return [Encoded(ids, np.arange(len(ids)) > 0) for ids in rows]
+
+def _same_role(turns: tuple[Turn, ...], index: int) -> str:
+    """A hint for messages, where it may be the reason that two turns of one role follow each other."""
+    if index == 0 or turns[index - 1].role != turns[index].role:
+        return ""
+    return f"; turns {index} and {index + 1} are both of the role {turns[index].role}"
 
 
 def _wrong(path: str, got: str, expected: str, fix: str = "") -> UserError:
@@ -185,4 +268,9 @@ def _caught(step, *arguments):
 
 
 def _common_prefix(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """How many characters at the start of both are the same."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

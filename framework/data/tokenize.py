@@ -15,27 +15,31 @@ from itertools import islice
 from typing import Any
 
 from framework.config.errors import UserError
-from framework.data.conversations import Conversation
-from framework.data.template import ChatEncoder, Encoded, TextEncoder
+from framework.config.schema import TrainOn
+from framework.data.conversations import Yields
+from framework.data.plain import CompletionEncoder, TextEncoder
+from framework.data.template import ChatEncoder, Encoded
+from framework.data.turns import Completion, Conversation
 
 ROWS_PER_GROUP = 64
 GROUPS_AHEAD_PER_WORKER = 4
 
-Group = list[tuple[str, Conversation | str]]
+Item = Conversation | Completion | str
+Group = list[tuple[str, Item]]
 
 
 def encode_rows(
-    rows: Iterable[tuple[str, Conversation | str]], tokenizer: Any, *, is_text: bool, num_workers: int
+    rows: Iterable[tuple[str, Item]], tokenizer: Any, *, yields: Yields, train_on: TrainOn, num_workers: int
 ) -> Iterator[tuple[str, Encoded | UserError]]:
-    """(place of the row, tokens or what is wrong) for each (place, conversation or document), in order."""
-    encoder = TextEncoder(tokenizer) if is_text else ChatEncoder(tokenizer)  # here first: a tokenizer that won't do is refused at once
+    """(place of the row, tokens or what is wrong) for each (place, what the row says), in order; `yields`: what all of them are."""
+    encoder = _encoder_for(tokenizer, yields, train_on)  # here first: a tokenizer that won't do is refused at once
     groups = _groups(rows)
     if num_workers <= 1:
         for group in groups:
             yield from zip((where for where, _ in group), encoder.encode(group), strict=True)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, is_text)) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, yields, train_on)) as pool:
         pending: deque = deque()
         for group in groups:
             pending.append((group, pool.submit(_encode_group, group)))
@@ -45,7 +49,7 @@ def encode_rows(
             yield from _finished(*pending.popleft())
 
 
-def _groups(rows: Iterable[tuple[str, Conversation | str]]) -> Iterator[Group]:
+def _groups(rows: Iterable[tuple[str, Item]]) -> Iterator[Group]:
     remaining = iter(rows)
     while group := list(islice(remaining, ROWS_PER_GROUP)):
         yield group
@@ -55,9 +59,15 @@ def _finished(group: Group, future) -> Iterator[tuple[str, Encoded | UserError]]
     return zip((where for where, _ in group), future.result(), strict=True)
 
 
-def _start_worker(tokenizer: Any, is_text: bool) -> None:
+def _encoder_for(tokenizer: Any, yields: Yields, train_on: TrainOn) -> ChatEncoder | CompletionEncoder | TextEncoder:
+    if yields == "conversations":
+        return ChatEncoder(tokenizer, train_on)
+    return CompletionEncoder(tokenizer) if yields == "completions" else TextEncoder(tokenizer)
+
+
+def _start_worker(tokenizer: Any, yields: Yields, train_on: TrainOn) -> None:
     global _encoder  # one per worker process: sending the tokenizer with every group would cost more than the encoding
-    _encoder = TextEncoder(tokenizer) if is_text else ChatEncoder(tokenizer)
+    _encoder = _encoder_for(tokenizer, yields, train_on)
 
 
 def _encode_group(group: Group) -> list[Encoded | UserError]:

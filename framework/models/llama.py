@@ -1,8 +1,8 @@
 """One decoder for the Llama family: Llama 2/3, Mistral, Qwen2, Qwen3, SmolLM, by configuration.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward (arXiv:2302.13971). Modules and parameters
-carry the names of Hugging Face, so weights need no name mapping; `architecture.py` has the rules of each family, `rope.py` positions.
-Norms, rotations, SwiGLU and the loss are `framework.kernels`.
+carry the names of Hugging Face, so weights need no name mapping; `architecture.py` has the rules of each family, `rope.py` positions,
+`documents.py` attention within the documents of a pack. Norms, rotations, SwiGLU and the loss are `framework.kernels`.
 
 Unusual, and relied on by the ZeRO engine: a block's parameters are read inside that block's forward only, the embedding, the final
 norm and `lm_head` inside `Llama.forward` only, and nothing derived from a parameter is kept between calls.
@@ -25,7 +25,9 @@ from framework.kernels.linear_cross_entropy import linear_cross_entropy
 from framework.kernels.rms_norm import add_rms_norm, rms_norm
 from framework.kernels.rope import rope
 from framework.kernels.swiglu import swiglu
+from framework.models import documents
 from framework.models.architecture import check_architecture, head_dim, kv_heads
+from framework.models.documents import Documents, Lengths, additive, document_attention
 from framework.models.rope import rotary_tables
 
 IGNORED_LABEL = -100
@@ -34,12 +36,15 @@ IGNORED_LABEL = -100
 class Llama(nn.Module):
     """The whole network. Builds under `torch.device("meta")`, too: there are no buffers to load."""
 
+    isolates_documents = True
+    """The contract of `documents.py`: `forward` takes `document_lengths`, and documents of a pack do not see each other."""
+
     def __init__(self, config: LlamaConfig, *, activation_checkpointing: bool = False, compile_blocks: bool = False) -> None:
         super().__init__()
         if problems := check_architecture(config):
             raise UserError(*problems)
         self.config = config
-        self.model = Decoder(config, activation_checkpointing)
+        self.model = Decoder(config, activation_checkpointing, compile_blocks)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, std=config.initializer_range)
         self.tie_weights()
         if compile_blocks:
@@ -58,6 +63,7 @@ class Llama(nn.Module):
         *,
         trained_tokens: int | None = None,
         position_ids: Tensor | None = None,
+        document_lengths: Lengths | None = None,
         cache: KVCache | None = None,
         logits_to_keep: int | None = None,
     ) -> Tensor:
@@ -66,8 +72,11 @@ class Llama(nn.Module):
         `labels` [B, T] are already shifted: `labels[b, t]` is the token that position t must predict, or -100. `trained_tokens` is how many
         of them are not -100; given, a GPU is not waited for. `position_ids` [T] or [B, T] default to 0, 1, ... after the cached ones.
         `logits_to_keep` limits logits to the last positions. Rows are padded on the right, where causal attention makes pads harmless.
+        `document_lengths` of each row say that it is a pack: its documents do not see each other, and each has its own positions from 0.
         """
-        hidden = self.model(input_ids, position_ids, cache)
+        if document_lengths is not None and (position_ids is not None or cache is not None):
+            raise ValueError("document_lengths with position_ids or a cache: a pack has positions of its own and is not decoded")
+        hidden = self.model(input_ids, position_ids, cache, document_lengths)
         if labels is None:
             if logits_to_keep is not None:
                 hidden = hidden[:, -logits_to_keep:]
@@ -81,7 +90,7 @@ def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A block's forward compiled: not the block, whose hooks stay outside of the graph. Decoding, a new shape per token, stays eager."""
     compiled = torch.compile(forward)
 
-    def choose(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def choose(x: Tensor, cos: Tensor, sin: Tensor, mask: Documents | Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         return compiled(x, cos, sin, mask) if cache is None else forward(x, cos, sin, mask, cache)
 
     return choose
@@ -100,27 +109,25 @@ def trained_positions(labels: Tensor, trained_tokens: int | None) -> Tensor:
 class Decoder(nn.Module):
     """Embedding and blocks. The final norm lives here by name (`model.norm`) and is applied by `Llama`, to the positions it needs."""
 
-    def __init__(self, config: LlamaConfig, activation_checkpointing: bool) -> None:
+    def __init__(self, config: LlamaConfig, activation_checkpointing: bool, compile_blocks: bool) -> None:
         super().__init__()
         self.config = config
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing, self.compile_blocks = activation_checkpointing, compile_blocks
         self.draws_random_numbers = False
         """Whether blocks have dropout, which recomputation must repeat."""
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, std=config.initializer_range)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None, cache: KVCache | None, document_lengths: Lengths | None = None
+    ) -> Tensor:
         """Hidden states [B, T, hidden_size] before the final norm."""
         x = self.embed_tokens(input_ids)
-        cached, new = (cache.length if cache else 0), input_ids.shape[1]
-        length = cached + new
-        if position_ids is None:
-            position_ids = torch.arange(cached, length, device=x.device)
-        elif self.config.rope_scaling is not None and self.config.rope_scaling.kind == "dynamic":
-            length = int(position_ids.max()) + 1
-        cos, sin = rotary_tables(self.config, position_ids, length)
-        mask = attention_mask(cached, new, self.config.sliding_window, x.device)
+        if document_lengths is None:
+            cos, sin, mask = self._one_document(x, position_ids, cache.length if cache else 0)
+        else:
+            cos, sin, mask = self._several_documents(x, documents.filled(document_lengths, *input_ids.shape))
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.layers:
             if recompute:
@@ -128,8 +135,31 @@ class Decoder(nn.Module):
             else:
                 x = block(x, cos, sin, mask, cache)
         if cache is not None:
-            cache.length += new
+            cache.length += input_ids.shape[1]
         return x
+
+    def _one_document(self, x: Tensor, position_ids: Tensor | None, cached: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rotary tables and attention mask of rows that are one document each, behind `cached` positions."""
+        new = x.shape[1]
+        length = cached + new
+        if position_ids is None:
+            position_ids = torch.arange(cached, length, device=x.device)
+        elif self._is_dynamic:
+            length = int(position_ids.max()) + 1
+        cos, sin = rotary_tables(self.config, position_ids, length)
+        mask = attention_mask(cached, new, self.config.sliding_window, x.device)
+        return cos, sin, None if mask is None else additive(mask, x.dtype)
+
+    def _several_documents(self, x: Tensor, lengths: Lengths) -> tuple[Tensor, Tensor, Documents | Tensor]:
+        """The same for packs; `lengths` fill each row."""
+        length = documents.spread(lengths, x.device) if self._is_dynamic else x.shape[1]
+        cos, sin = rotary_tables(self.config, documents.positions(lengths, x.device), length)
+        way = documents.attention_way(x.device.type, x.dtype, head_dim(self.config), compiled=self.compile_blocks)
+        return cos, sin, documents.separate(lengths, way, self.config.sliding_window, x.dtype, x.device)
+
+    @property
+    def _is_dynamic(self) -> bool:
+        return self.config.rope_scaling is not None and self.config.rope_scaling.kind == "dynamic"
 
 
 def attention_mask(cached: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -154,7 +184,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Documents | Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
         normed, x = self.post_attention_layernorm(attended, x)
         return x + self.mlp(normed)
@@ -177,11 +207,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Documents | Tensor | None, cache: KVCache | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = rope(self.q_norm(self.q_proj(x).view(heads)), cos, sin).transpose(1, 2)  # [B, H, T, D]
-        k = rope(self.k_norm(self.k_proj(x).view(heads)), cos, sin).transpose(1, 2)  # [B, K, T, D]
-        v = self.v_proj(x).view(heads).transpose(1, 2)  # [B, K, T, D]
+        q = rope(self.q_norm(self.q_proj(x).view(heads)), cos, sin)  # [B, T, H, D]
+        k = rope(self.k_norm(self.k_proj(x).view(heads)), cos, sin)  # [B, T, K, D]
+        v = self.v_proj(x).view(heads)  # [B, T, K, D]
+        if isinstance(mask, Documents):
+            return self.o_proj(document_attention(q, k, v, mask))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [B, H or K, T, D]
         if cache is not None:
             k, v = cache.append(self.index, k, v)  # [B, K, S, D]
         # On CUDA only the fused kernels for half precision without a mask take fewer key heads; the others would build all scores.

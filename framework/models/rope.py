@@ -3,7 +3,8 @@
 `rotary_tables` makes cos and sin for a forward pass; `framework.kernels.rope` applies them to queries and keys. They are made anew in
 every forward (a few small kernels for the whole network, not per block): nothing is cached, so nothing has to be loaded, moved or freed.
 
-Unusual: `dynamic` scaling depends on the length of the sequence at hand, so its tables differ between a short and a long batch.
+Unusual: `dynamic` scaling depends on the length of the sequence at hand, so its tables differ between a short and a long batch. In a
+pack each document has the tables of its own length, those that it would have alone.
 
 Shapes: B batch, T positions, D head_dim.
 """
@@ -19,21 +20,23 @@ from framework.config.schema import LlamaConfig, RopeScaling
 from framework.models.architecture import head_dim
 
 
-def rotary_tables(config: LlamaConfig, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: LlamaConfig, positions: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin in fp32 for `positions` ([T] or [B, T] int64), each [..., T, D/2].
 
-    `length` is the longest position + 1; only `dynamic` scaling looks at it.
+    `length` is the longest position + 1, of all or, a tensor like `positions`, of the document of each; only `dynamic` looks at it.
     """
     inverse_frequencies, factor = inverse_frequencies_of(config, length, positions.device)
     angles = positions[..., None].float() * inverse_frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-def inverse_frequencies_of(config: LlamaConfig, length: int, device: torch.device | str) -> tuple[Tensor, float]:
-    """Inverse frequencies [D/2] in fp32, and the factor on cos and sin."""
+def inverse_frequencies_of(config: LlamaConfig, length: int | Tensor, device: torch.device | str) -> tuple[Tensor, float]:
+    """Inverse frequencies [D/2] in fp32, for `dynamic` and a tensor `length` [..., D/2]; and the factor on cos and sin."""
     scaling, dim, theta = config.rope_scaling, head_dim(config), config.rope_theta
     if scaling is not None and scaling.kind == "dynamic":  # NTK-aware: a larger base instead of smaller positions
-        stretch = scaling.factor * max(length, config.max_position_embeddings) / config.max_position_embeddings - (scaling.factor - 1)
+        trained_length = config.max_position_embeddings
+        length = length.clamp(min=trained_length)[..., None] if isinstance(length, Tensor) else max(length, trained_length)
+        stretch = scaling.factor * length / trained_length - (scaling.factor - 1)
         theta = theta * stretch ** (dim / (dim - 2))
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim)
     if scaling is None or scaling.kind == "dynamic":

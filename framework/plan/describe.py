@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from framework.kernels.library import used_on
+from framework.models.architecture import head_dim
+from framework.models.documents import attention_way
 from framework.models.lora import scaling, target_names
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5
+ATTENTION = {"varlen": "variable-length FlashAttention", "apart": "one sample after the other", "mask": "all of a pack, masked"}
 
 
 def describe(plan: Plan) -> str:
@@ -20,7 +23,8 @@ def describe(plan: Plan) -> str:
         *([("adapter", _adapter(plan))] if recipe.peft.method == "lora" else []),
         ("data", f"{_counted(train)}; longest {train.longest:,}"),
         ("validation", "none" if plan.validation is None else _counted(plan.validation)),
-        ("batch", str(plan.batch)),
+        *([("packing", _packing(plan))] if recipe.data.packing else []),
+        ("batch", plan.batch.counted("packs" if recipe.data.packing else "samples")),
         ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
@@ -31,7 +35,17 @@ def describe(plan: Plan) -> str:
 
 
 def _counted(data: DataFacts) -> str:
-    return f"{data.samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+    samples = data.samples if data.packed is None else data.packed
+    return f"{samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+
+
+def _packing(plan: Plan) -> str:
+    train, most, recipe = plan.train, plan.recipe.data.max_tokens, plan.recipe
+    full = (
+        f"{train.packed:,} samples in {train.samples:,} packs of at most {most:,} tokens, {train.tokens / (train.samples * most):.1%} full"
+    )
+    way = attention_way(plan.device_type, plan.compute_dtype, head_dim(plan.architecture), compiled=recipe.model.compile)
+    return f"{full}; attention: {ATTENTION[way]}"
 
 
 def _adapter(plan: Plan) -> str:

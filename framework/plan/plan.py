@@ -11,6 +11,7 @@ from framework.config.batch import BatchPlan, solve_batch
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import StepPlan, lr_factor, plan_steps
 from framework.config.schema import LlamaConfig, RecipeConfig
+from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.lora import add_adapter
 from framework.zero.layout import UnitLayout, plan_units
@@ -23,10 +24,13 @@ class DataFacts:
     """What a plan needs to know of a token data set."""
 
     samples: int
+    """What a batch counts: conversations or chunks, or packs of them."""
     tokens: int
     trained_tokens: int
     longest: int
-    """Tokens of the longest sample."""
+    """Tokens of the longest sample, in packs too."""
+    packed: int | None = None
+    """How many samples the packs hold; None: not packed, `samples` are they."""
     largest_id: int
     digest: str
     """A hash of the content."""
@@ -123,6 +127,8 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     lr_factor(recipe.schedule, 0, steps.total_steps)  # refuses a warm-up as long as the run
     with torch.device("meta"):
         model = Llama(architecture)
+    if recipe.data.packing:
+        require_isolation(model)
     add_adapter(model, recipe.peft)
     return Plan(
         recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)

@@ -18,12 +18,13 @@ from torch import nn
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import lr_factor
 from framework.config.schema import LlamaConfig, OptimizerConfig, PeftConfig, ScheduleConfig
+from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.lora import add_adapter
 from framework.zero import StepStats
 
 MicroBatch = dict[str, Any]
-"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int."""
+"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int; packs: document_lengths of each row."""
 
 
 class CausalLMModule(LightningModule):
@@ -86,10 +87,18 @@ class CausalLMModule(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         for number, micro in enumerate(batch, start=1):
-            loss_sum = self.model(micro["input_ids"], micro["labels"], trained_tokens=micro["trained_tokens"])
+            loss_sum = self.loss_sum(micro)
             engine.backward(loss_sum, micro["trained_tokens"], last=number == len(batch))  # and reduce over the ranks
         optimizer.step()  # engine.step(): norm over all ranks, clip, update. Called through Lightning, which counts global_step by it
         self.last_stats = self.trainer.strategy.last_stats
+
+    def loss_sum(self, micro: MicroBatch) -> torch.Tensor:
+        """The sum of the losses of the micro-batch's trained tokens. Raises UserError for packs that the model would not keep apart."""
+        options = {}
+        if "document_lengths" in micro:
+            require_isolation(self.model)
+            options["document_lengths"] = micro["document_lengths"]
+        return self.model(micro["input_ids"], micro["labels"], trained_tokens=micro["trained_tokens"], **options)
 
     def on_train_batch_end(self, outputs: Any, batch: list[MicroBatch], batch_idx: int) -> None:
         if self.global_step >= self.total_steps:
@@ -101,8 +110,7 @@ class CausalLMModule(LightningModule):
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
-        loss_sum = self.model(batch["input_ids"], batch["labels"], trained_tokens=batch["trained_tokens"])
-        self._sums[0] += loss_sum.double()
+        self._sums[0] += self.loss_sum(batch).double()
         self._sums[1] += batch["trained_tokens"]
 
     def on_validation_epoch_end(self) -> None:

@@ -34,9 +34,40 @@ GLUED = (  # the prompt's last space and the answer's first word make one token
 STOPLESS = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
+TOOLS = (  # calls as JSON, all answers of tools in one turn of the user
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<result>' + m.content + '</result>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' + c.function.arguments | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS_TEXT = (  # arguments must be JSON text, and a special token ends each call, before the one that stops the turn
+    "{% for t in tools or [] %}{{ t.function.name + '\n' }}{% endfor %}{% for m in messages %}"
+    "{{ '<|header|>' + m.role + '<|/header|>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments + '<|im_end|>' }}{% endfor %}"
+    "{{ '<|eot|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|header|>assistant<|/header|>' }}{% endif %}"
+)
+HEEDLESS = (  # passes over what is neither user nor assistant, and over a second user turn in a row
+    "{% for m in messages %}{% if m.role == 'user' and messages[loop.index0 - 1].role != 'user' or m.role == 'assistant' %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+JOINED = (  # turns of one role that follow each other become one
+    "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}{{ '<|im_start|>' + m.role + '\n' }}{% endif %}"
+    "{{ m.content }}{% if loop.last or loop.nextitem.role != m.role %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]
-BOS_EOS = {CHATML: ("<|im_start|>", "<|im_end|>"), LLAMA3: ("<s>", "<|eot|>"), QWEN3: (None, "<|im_end|>")}
+BOS_EOS = {
+    CHATML: ("<|im_start|>", "<|im_end|>"),
+    LLAMA3: ("<s>", "<|eot|>"),
+    QWEN3: (None, "<|im_end|>"),
+    TOOLS: (None, "<|im_end|>"),
+    TOOLS_TEXT: (None, "<|eot|>"),
+}
 CORPUS = ["the user asks and the assistant answers", "hello hi how are you", "what is a question system", "Hello World. Yes!\n\nNo.\n"] * 4
 
 

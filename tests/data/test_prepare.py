@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -11,9 +11,9 @@ import pytest
 import framework.data.prepare
 from framework.config.errors import UserError
 from framework.config.schema import DataConfig
-from framework.data.conversations import Turn
 from framework.data.prepare import Prepared, prepare
 from framework.data.tokenize import encode_rows
+from framework.data.turns import Conversation, Turn
 from tests.data.templates import chat
 
 
@@ -33,6 +33,66 @@ def test_conversations_become_samples_in_the_order_of_the_file(chatml, write_jso
     ]
     assert prepared.validation is None
     assert prepared.stop_ids == (chatml.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_prompts_with_completions_become_samples_without_a_chat_template(tokenizer_with, write_jsonl):
+    tokenizer = tokenizer_with(None)
+    rows = [{"prompt": "what is a question?", "completion": completion} for completion in (" hello", "  ")] + [
+        {"prompt": "", "completion": "a"}
+    ]
+    prepared = run(tokenizer, write_jsonl(rows))
+    assert texts(tokenizer, prepared.train) == ["what is a question? hello</s>"]
+    assert prepared.ledger.sources[0].dropped == {"empty completion": 1, "empty prompt": 1}
+    assert prepared.stop_ids == (tokenizer.eos_token_id,)
+
+
+def test_of_prompts_that_are_conversations_only_the_completion_is_trained(chatml, write_jsonl):
+    prompt = chat("hello", "hi", "how are you")["messages"]
+    prepared = run(chatml, write_jsonl([{"prompt": prompt, "completion": [{"role": "assistant", "content": "Yes!"}]}]))
+    sample = prepared.train[0]
+    assert chatml.decode(sample.input_ids[sample.trained]) == "Yes!<|im_end|>"
+    with pytest.raises(UserError, match="1 rows: no assistant turn to train on"):
+        run(chatml, write_jsonl([{"prompt": prompt, "completion": [{"role": "user", "content": "hi"}]}]))
+
+
+@pytest.mark.parametrize(("train_on", "trained"), [
+    ("assistant", ["hi<|im_end|>", "Yes!<|im_end|>"]),
+    ("last", ["Yes!<|im_end|>"]),
+    ("all", ["user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n<|im_start|>user\nhow are you<|im_end|>\n"
+             "<|im_start|>assistant\nYes!<|im_end|>\n"]),
+])  # fmt: skip
+def test_whose_tokens_are_trained_is_a_setting(chatml, write_jsonl, train_on, trained):
+    """Generation stops at the token that ends an answer, also where tokens behind it are trained."""
+    prepared = run(chatml, write_jsonl([chat("hello", "hi", "how are you", "Yes!")]), train_on=train_on)
+    sample = prepared.train[0]
+    starts = np.flatnonzero(sample.trained & ~np.roll(sample.trained, 1))
+    ends = np.flatnonzero(sample.trained & ~np.append(sample.trained[1:], False))
+    spans = [chatml.decode(sample.input_ids[start : end + 1]) for start, end in zip(starts, ends, strict=True)]
+    assert spans == trained and prepared.stop_ids == (chatml.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_p7_with_train_on_all_an_answer_of_weight_0_is_all_that_is_not_trained(chatml, write_jsonl):
+    row = chat("hello", "hi", "how are you", "Yes!")
+    row["messages"][1]["weight"] = 0
+    sample = run(chatml, write_jsonl([row]), train_on="all").train[0]
+    assert chatml.decode(sample.input_ids[1:][~sample.trained[1:]]) == "hi<|im_end|>"
+    row["messages"][2]["weight"] = 0
+    with pytest.raises(UserError, match="train.jsonl:1: got turn 3 of the role user with weight 0 and data.train_on=all"):
+        run(chatml, write_jsonl([row]), train_on="all")
+
+
+def test_p7_with_train_on_last_a_last_answer_of_weight_0_leaves_nothing(chatml, write_jsonl):
+    row = chat("hello", "hi", "how are you", "Yes!")
+    row["messages"][3]["weight"] = 0
+    assert run(chatml, write_jsonl([row, chat("hi", "hi")]), train_on="last").ledger.sources[0].dropped == {
+        "no assistant turn to train on": 1
+    }
+
+
+@pytest.mark.parametrize(("row", "train_on"), [({"prompt": "hello", "completion": " hi"}, "all"), ({"text": "hello"}, "last")])
+def test_train_on_is_never_ignored(chatml, write_jsonl, row, train_on):
+    with pytest.raises(UserError, match=f"data.train_on: got {train_on} with the"):
+        run(chatml, write_jsonl([row]), train_on=train_on)
 
 
 def test_p1_every_row_read_is_kept_held_out_or_dropped_with_its_reason(chatml, write_jsonl):
@@ -106,6 +166,29 @@ def test_p4_documents_are_joined_with_separators_and_chunked_without_loss(chatml
     assert (counts.read, counts.kept, counts.dropped["empty text"], counts.samples) == (4, 3, 1, len(samples))
 
 
+def test_packed_conversations_are_the_same_ones_in_fewer_samples(chatml, write_jsonl):
+    path = write_jsonl([chat("hello " * (n % 5 + 1), "hi") for n in range(30)])
+    plain, packed = (run(chatml, path, validation_fraction=0.2, max_tokens=100, packing=packing) for packing in (False, True))
+    for name in ("train", "validation"):
+        one, other = getattr(plain, name), getattr(packed, name)
+        assert len(other) < len(one) == other.documents and other.trained_tokens == one.trained_tokens
+        whole = [other.ids[start:stop].tolist() for start, stop in pairwise(other.document_offsets)]
+        assert sorted(whole) == sorted(one[i].input_ids.tolist() for i in range(len(one)))
+    (counts,) = packed.ledger.sources
+    assert (counts.samples, counts.packs) == (24, len(packed.train))
+    assert f"\n    packed 24 samples into {len(packed.train)} packs" in packed.ledger.table() and "    packed" not in plain.ledger.table()
+
+
+def test_p4_packed_text_is_cut_within_each_document_and_no_document_goes_on_in_another(chatml, write_jsonl):
+    documents = ["hello world " * 9, "  ", "what is a question", "", "Yes!"]
+    prepared = run(chatml, write_jsonl([{"text": text} for text in documents]), max_tokens=16, packing=True)
+    pieces = [prepared.train.ids[start:stop].tolist() for start, stop in pairwise(prepared.train.document_offsets)]
+    rows = [[*chatml(text, add_special_tokens=False).input_ids, chatml.eos_token_id] for text in documents if text.strip()]
+    expected = [row[at : at + 16] for row in rows for at in range(0, max(len(row) - 1, 1), 15)]
+    assert sorted(pieces) == sorted(expected) and max(map(len, pieces)) == 16
+    assert prepared.train.trained_tokens == sum(len(row) - 1 for row in rows)
+
+
 def test_held_out_documents_are_in_no_training_chunk(chatml, write_jsonl):
     words = [f"{n:03d}" for n in range(40)]
     prepared = run(chatml, write_jsonl([{"text": word} for word in words]), validation_fraction=0.2, max_tokens=1000)
@@ -137,9 +220,9 @@ def test_max_rows_reads_only_the_first(chatml, write_jsonl):
 
 
 def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_order(chatml):
-    rows = [(f"r:{n}", (Turn("user", f"question {n}"), Turn("assistant", "hello " * (n % 7 + 1)))) for n in range(200)]
-    rows[150] = ("r:150", (Turn("assistant", "x"),))
-    one, two = (list(encode_rows(rows, chatml, is_text=False, num_workers=workers)) for workers in (1, 2))
+    rows = [(f"r:{n}", Conversation((Turn("user", f"question {n}"), Turn("assistant", "hello " * (n % 7 + 1))))) for n in range(200)]
+    rows[150] = ("r:150", Conversation((Turn("assistant", "x"),)))
+    one, two = (list(encode_rows(rows, chatml, yields="conversations", train_on="assistant", num_workers=workers)) for workers in (1, 2))
     for (where, here), (same_where, there) in zip(one, two, strict=True):
         assert where == same_where and type(here) is type(there)
         if isinstance(here, UserError):
@@ -148,8 +231,10 @@ def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_orde
             assert np.array_equal(here.ids, there.ids) and np.array_equal(here.trained, there.trained)
 
 
-def test_what_one_process_saves_another_loads_whole(chatml, write_jsonl, tmp_path):
-    prepared = run(chatml, write_jsonl([chat(f"question {n}", "hi") for n in range(10)]), validation_fraction=0.2)
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_one_process_saves_another_loads_whole(chatml, write_jsonl, tmp_path, packing):
+    path = write_jsonl([chat(f"question {n}", "hi") for n in range(10)])
+    prepared = run(chatml, path, validation_fraction=0.2, packing=packing, max_tokens=60)
     prepared.save(tmp_path / "prepared")
     loaded = Prepared.load(tmp_path / "prepared")
     assert loaded.ledger == prepared.ledger and loaded.stop_ids == prepared.stop_ids

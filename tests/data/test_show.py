@@ -22,6 +22,14 @@ def test_a_sample_is_shown_with_special_tokens_and_its_trained_tokens_marked(cha
     assert "\033[32mhi<|im_end|>\033[0m" in render_sample(chatml, prepared.train[0], colour=True)
 
 
+def test_a_pack_is_shown_with_a_line_between_its_samples(chatml, write_jsonl):
+    path = write_jsonl([chat("hello", "hi"), chat("hi", "Yes!")])
+    pack = prepare(DataConfig(train=path, packing=True), chatml, seed=0, show_progress=False).train[0]
+    shown = render_sample(chatml, pack)
+    assert shown.startswith(f"one pack of 2 samples: {len(pack)} tokens")
+    assert "⟦hi<|im_end|>⟧\n\n---- sample 2 of 2\n<|im_start|>user\nhi<|im_end|>\n" in shown
+
+
 def test_the_middle_of_a_long_sample_is_left_out(chatml):
     ids = np.array(chatml("hello " * 1000, add_special_tokens=False).input_ids, np.int32)
     shown = render_sample(chatml, Sample(ids, np.arange(len(ids)) > 0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 
 from framework.data.batches import EvalBatches, StepBatches, collate
 from framework.data.dataset import Sample, TokenDatasetBuilder
+from framework.data.order import permutation
+
+PAD = 999
 
 
 def numbered(samples: int):
@@ -19,6 +24,17 @@ def numbered(samples: int):
         length = 2 + n % 3
         builder.add(np.full(length, n + 1, np.int32), np.arange(length) > 0)
     return builder.build()
+
+
+def of_lengths(lengths):
+    builder = TokenDatasetBuilder()
+    for length in lengths:
+        builder.add(np.ones(length, np.int32), np.arange(length) > 0)
+    return builder.build()
+
+
+def lengths_of(micro_batch) -> list[int]:
+    return (micro_batch["input_ids"] != PAD).sum(1)[: micro_batch["samples"]].tolist()
 
 
 def who(micro_batch) -> list[int]:
@@ -61,6 +77,43 @@ def test_p17_p23_the_samples_of_a_step_depend_on_the_global_batch_alone(samples)
         sets.append([sorted(sum((sample for rank in ranks for sample in rank[step]), [])) for step in range(len(ranks[0]))])
     assert all(steps == sets[0] for steps in sets)
     assert len(sets[0]) == -(-samples // 8) and len(sets[0][-1]) == (samples - 1) % 8 + 1
+
+
+def padding(steps) -> int:
+    """Cells without a token in all micro-batches."""
+    return sum(int((micro["input_ids"] == PAD).sum()) for step in steps for micro in step)
+
+
+@pytest.mark.parametrize(("micro", "accumulate", "world_size"), [(4, 4, 1), (2, 2, 4), (4, 2, 2), (3, 5, 2)])
+def test_rows_of_a_micro_batch_are_of_similar_length(micro, accumulate, world_size):
+    """At every split of a step, no micro-batch holds a sample that is longer than one of another turn before it, and padding is less."""
+    lengths = np.random.default_rng(0).integers(2, 100, 237)
+    data = of_lengths(lengths)
+    place = {"micro_batch_size": micro, "accumulate": accumulate, "world_size": world_size, "seed": 1, "pad_id": PAD}
+    ranks = [list(StepBatches(data, rank=rank, **place)) for rank in range(world_size)]
+    padded, dealt_as_they_come = 0, 0
+    order, per_step = permutation(1, "epoch", 0, len(data)), micro * accumulate * world_size
+    for number, step in enumerate(zip(*ranks, strict=True)):
+        turns = [[length for rank in turn for length in lengths_of(rank)] for turn in zip(*step, strict=True)]
+        assert all(min(turn) >= max(later) for turn, later in pairwise(turns))
+        padded += padding(step)
+        chosen, slots = order[number * per_step : (number + 1) * per_step], len(turns) * world_size
+        dealt = [lengths[chosen[slot::slots]] for slot in range(slots)]
+        dealt_as_they_come += sum(len(slot) * slot.max() - slot.sum() for slot in dealt)
+    assert padded < 0.6 * dealt_as_they_come
+
+
+def test_no_rank_gets_the_longest_micro_batch_of_each_turn():
+    data = of_lengths(np.arange(2, 34))
+    ranks = [list(StepBatches(data, rank=rank, world_size=4, micro_batch_size=2, accumulate=4, pad_id=PAD)) for rank in range(4)]
+    tokens = [sum(micro["input_ids"].numel() for micro in step) for (step,) in ranks]
+    assert max(tokens) - min(tokens) == 0
+
+
+def test_validation_has_rows_of_similar_length_too():
+    data = of_lengths([9, 2, 8, 3, 7, 4])
+    assert [lengths_of(micro) for micro in EvalBatches(data, micro_batch_size=2, pad_id=PAD)] == [[9, 8], [7, 4], [3, 2]]
+    assert [lengths_of(micro) for micro in EvalBatches(data, micro_batch_size=2, pad_id=PAD, max_batches=2)] == [[9, 8], [3, 2]]
 
 
 def test_p38_each_epoch_is_shuffled_anew_from_the_seed():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from framework.config.errors import UserError
-from framework.data.conversations import Turn
-from framework.data.template import ChatEncoder, TextEncoder
-from tests.data.templates import CHATML, GLUED, LLAMA3, MISTRAL, QWEN3, STOPLESS, VICUNA
+from framework.data.template import ChatEncoder
+from framework.data.turns import Conversation, Turn
+from tests.data.templates import CHATML, GLUED, HEEDLESS, JOINED, LLAMA3, MISTRAL, QWEN3, STOPLESS, VICUNA
 
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen3": QWEN3, "vicuna": VICUNA}
 STOPS = {"chatml": "<|im_end|>", "llama3": "<|eot|>", "mistral": "</s>", "qwen3": "<|im_end|>", "vicuna": "</s>"}
@@ -27,8 +27,8 @@ def tokenizer(family, tokenizer_with):
     return tokenizer_with(TEMPLATES[family])
 
 
-def encode(tokenizer, turns):
-    (result,) = ChatEncoder(tokenizer).encode([("rows.jsonl:7", turns)])
+def encode(tokenizer, turns, train_on="assistant"):
+    (result,) = ChatEncoder(tokenizer, train_on).encode([("rows.jsonl:7", Conversation(turns))])
     if isinstance(result, UserError):
         raise result
     return result.ids.tolist(), result.trained.tolist()
@@ -103,6 +103,19 @@ def test_p33_and_are_a_named_error_where_it_does_not(tokenizer_with):
     assert "user, user, assistant" in str(caught.value)
 
 
+def test_p33_a_turn_that_the_template_passes_over_is_an_error_that_names_it(tokenizer_with):
+    """It may stand in the text elsewhere."""
+    with pytest.raises(UserError) as caught:
+        encode(tokenizer_with(HEEDLESS), (Turn("user", "hi"), Turn("assistant", "hello"), Turn("user", "b"), Turn("user", "hi"), SINGLE[1]))
+    assert "rows.jsonl:7: got a chat template that leaves out or changes turn 4 (user: 'hi')" in str(caught.value)
+    assert "turns 3 and 4 are both of the role user" in str(caught.value)
+
+
+def test_p33_answers_in_a_row_that_the_template_joins_are_an_error_that_names_them(tokenizer_with):
+    with pytest.raises(UserError, match="turns 2 and 3 are both of the role assistant"):
+        encode(tokenizer_with(JOINED), (*SINGLE, Turn("assistant", "hi")))
+
+
 @pytest.mark.parametrize(("template", "turns", "said"), [
     (STOPLESS, SINGLE, "no special token after the answer of turn 2"),
     (STOPLESS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", MULTI, "no special token after the answer of turn 2"),
@@ -118,8 +131,46 @@ def test_what_cannot_be_trained_exactly_is_refused_with_the_place_where_it_fails
     assert said in str(caught.value) and "rows.jsonl:7" in str(caught.value)
 
 
+def test_an_answer_that_only_another_turn_still_holds_is_not_taken_for_found(tokenizer_with):
+    thought = "<think>hm</think>\nyes"
+    with pytest.raises(UserError, match="changes the text of turn 2|no special token after the answer of turn 2"):
+        encode(tokenizer_with(QWEN3), (MULTI[0], Turn("assistant", thought), Turn("user", thought), Turn("assistant", "a")))
+
+
+def test_of_turns_that_are_not_trained_nothing_is_asked(tokenizer_with):
+    """So conversations that start with the assistant, and answers that the template shortens, are of use."""
+    turns = (Turn("user", "a"), Turn("assistant", "<think>hm</think>\nyes"), *SECOND)
+    ids, trained = encode(tokenizer_with(QWEN3), turns, "last")
+    assert [tokenizer_with(QWEN3).decode(span) for span in spans(ids, trained)] == [
+        "<think>\n\n</think>\n\n" + SECOND[1].content + "<|im_end|>"
+    ]
+    greeting = (Turn("assistant", "hello", trained=False), *SINGLE)
+    assert len(spans(*encode(tokenizer_with(CHATML), greeting))) == 1
+
+
+THINKING = CHATML.replace(
+    "+ m.content", "+ ('(' + m.reasoning_content + ') ' if m.reasoning_content and (loop.last or m.role == 'tool') else '') + m.content"
+)
+
+
+def test_reasoning_apart_from_the_content_is_trained_where_the_template_writes_it(tokenizer_with):
+    thought = Turn("assistant", "No.", reasoning="hm\n")
+    assert [tokenizer_with(THINKING).decode(span) for span in spans(*encode(tokenizer_with(THINKING), (SINGLE[0], thought)))] == [
+        "(hm\n) No.<|im_end|>"
+    ]
+
+
+def test_reasoning_that_the_template_leaves_out_is_refused_where_it_would_have_been_trained(tokenizer_with):
+    turns = (SINGLE[0], Turn("assistant", "No.", reasoning="hm"), SINGLE[0], Turn("assistant", "No.", reasoning="ah"))
+    with pytest.raises(UserError, match="rows.jsonl:7: got a chat template that leaves out `reasoning_content` of turn 2: 'hm'"):
+        encode(tokenizer_with(THINKING), turns)
+    assert len(spans(*encode(tokenizer_with(THINKING), turns, "last"))) == 1
+
+
 def test_a_wrong_row_does_not_spoil_the_others_of_its_group(chatml):
-    results = ChatEncoder(chatml).encode([("r:1", MULTI), ("r:2", (Turn("assistant", "x"),)), ("r:3", SINGLE)])
+    results = ChatEncoder(chatml).encode(
+        [("r:1", Conversation(MULTI)), ("r:2", Conversation((Turn("assistant", "x"),))), ("r:3", Conversation(SINGLE))]
+    )
     assert isinstance(results[1], UserError)
     for result, turns in ((results[0], MULTI), (results[2], SINGLE)):
         assert (result.ids.tolist(), result.trained.tolist()) == encode(chatml, turns)
@@ -139,17 +190,3 @@ def test_an_answer_whose_words_stand_in_what_the_template_inserts_is_found_all_t
 def test_a_tokenizer_without_template_is_refused_before_any_row(tokenizer_with):
     with pytest.raises(UserError, match="model.chat_template: got a tokenizer without a chat template"):
         ChatEncoder(tokenizer_with(None))
-
-
-def test_documents_end_with_eos_and_start_with_bos_only_where_the_tokenizer_wants_it(tokenizer_with):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = tokenizer_with(None)
-    text = "hello 12"
-    plain = tokenizer(text, add_special_tokens=False).input_ids
-    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert document.ids.tolist() == [*plain, tokenizer.eos_token_id]
-    special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
-    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert document.ids.tolist() == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]

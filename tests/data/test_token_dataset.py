@@ -28,6 +28,13 @@ def test_p4_chunks_join_to_the_stream_and_every_token_but_the_first_is_a_target_
     assert np.array_equal(chunks.ids[chunks.trained], stream[1:])
 
 
+def test_p4_documents_cut_by_themselves_share_no_chunk():
+    documents = [np.array(ids, np.int32) for ids in ([1, 2, 3, 4], [5, 6], [7, 8, 9])]
+    chunks = chunk(documents, chunk_tokens=3, joined=False)
+    assert [chunks[i].input_ids.tolist() for i in range(len(chunks))] == [[1, 2, 3], [3, 4], [5, 6], [7, 8, 9]]
+    assert [chunks[i].trained.tolist() for i in (0, 1)] == [[False, True, True], [False, True]]
+
+
 def small() -> TokenDataset:
     builder = TokenDatasetBuilder()
     builder.add(np.array([1, 2, 3], np.int32), np.array([False, True, True]))

@@ -140,13 +140,6 @@ def test_a_wrong_count_of_trained_tokens_is_refused():
         tiny()(ids, torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100), trained_tokens=3)
 
 
-@pytest.fixture
-def strict_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.compile` that traces, fails on a graph break, and runs what it traced without generating code."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda function, compile=torch.compile: compile(function, backend="eager", fullgraph=True))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options", [{"activation_checkpointing": True}, {"compile_blocks": True}, {"activation_checkpointing": True, "compile_blocks": True}]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from framework.config.errors import UserError
-from framework.config.schema import LlamaConfig, OptimizerConfig, PrecisionConfig, RecipeConfig, ScheduleConfig, TrainerConfig
+from framework.config.schema import DataConfig, LlamaConfig, OptimizerConfig, PrecisionConfig, RecipeConfig, ScheduleConfig, TrainerConfig
 from framework.models.architecture import parameter_count
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
@@ -90,6 +90,18 @@ def test_the_page_names_every_number_and_marks_the_chosen_stage() -> None:
     ):
         assert expected in page
     assert [line[:8] for line in page.splitlines() if line.startswith(">")] == ["> zero=2"]
+
+
+def test_the_page_counts_packs_and_says_how_full_they_are() -> None:
+    packed = dataclasses.replace(RECIPE, data=DataConfig(packing=True, max_tokens=256))
+    page = describe(plan(packed, dataclasses.replace(FACTS, samples=17, packed=42)))
+    for expected in (
+        "42 samples, 4,200 tokens, 1,000 trained; longest 200",
+        "42 samples in 17 packs of at most 256 tokens, 96.5% full; attention: one sample after the other",
+        "= 8 packs per step",
+        "6 = 2 epochs of 3",
+    ):
+        assert expected in page
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,14 @@ def test_p48_a_loss_that_is_not_finite_ends_the_run_with_the_step_named(tmp_path
         train(tmp_path, weights=lambda name, start, stop: read(name, start, stop) * float("inf"))
 
 
+def test_p15_packs_are_refused_where_the_model_would_not_keep_documents_apart():
+    module = CausalLMModule(ARCHITECTURE, optimizer=OPTIMIZER, schedule=SCHEDULE, total_steps=1)
+    module.model = torch.nn.Embedding(4, 4)
+    packed = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": None, "trained_tokens": 0, "document_lengths": [[2, 2]]}
+    with pytest.raises(UserError, match="Embedding, which does not keep the documents of a pack apart"):
+        module.loss_sum(packed)
+
+
 def test_lightning_installs_no_signal_handlers(tmp_path):
     before, watch = signal.getsignal(signal.SIGTERM), Watch()
     config = recipe()

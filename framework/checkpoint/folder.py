@@ -21,6 +21,8 @@ from framework.disk import sync, write_whole
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 INDEX = "index.json"
+SUMMARY = "summary.json"
+"""Of a run: how it ended."""
 STEP = re.compile(r"step_(\d+)")
 
 
@@ -89,6 +91,13 @@ def what_is_missing(folder: Path) -> str | None:
     return None
 
 
+def _is_done(run: Path) -> bool:
+    try:
+        return json.loads((run / SUMMARY).read_text())["ended"] == "done"
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def _missing_of_rank(folder: Path, rank: int, save: str) -> str | None:
     weights, description = folder / f"rank_{rank}.safetensors", folder / f"rank_{rank}.json"
     for file in (weights, description):
@@ -103,7 +112,8 @@ def _missing_of_rank(folder: Path, rank: int, save: str) -> str | None:
 
 
 def resolve(resume: str, runs_dir: Path, name: str) -> Path | None:
-    """The checkpoint that `resume` means: `none`, `auto` (the newest of RUNS_DIR/NAME, None where there is none), a run or a checkpoint.
+    """The checkpoint that `resume` means: that of a run or a checkpoint folder; `none`; `auto`, that of the newest run in RUNS_DIR/NAME,
+    None where that is done or no run has one.
 
     Raises UserError where nothing whole is found at a path.
     """
@@ -123,7 +133,11 @@ def resolve(resume: str, runs_dir: Path, name: str) -> Path | None:
 
 
 def _newest_run(runs: Path) -> Path | None:
-    """The last whole checkpoint of the newest run that has one."""
-    found = [folder for run in (runs.iterdir() if runs.is_dir() else ()) for folder in checkpoints(run) if what_is_missing(folder) is None]
-    found.sort(key=lambda folder: (folder / INDEX).stat().st_mtime)
-    return found[-1].absolute() if found else None
+    """The last whole checkpoint of the newest run that has one, run directories being named by their time; None after a finished run."""
+    for run in sorted(runs.iterdir(), reverse=True) if runs.is_dir() else ():
+        whole = [folder for folder in checkpoints(run) if what_is_missing(folder) is None]
+        if _is_done(run):
+            return None
+        if whole:
+            return whole[-1].absolute()
+    return None

@@ -31,7 +31,7 @@ from framework.cli.verdict import Ending, Outcome, Verdict, judge
 from framework.cli.watchdog import JOB_VARIABLE, Watchdog, end_job
 from framework.config.errors import Problem, UserError
 from framework.train.failure import FailureReport, read_failure, report_path
-from framework.train.run_dir import finishing_path, read_finishing
+from framework.train.run_dir import finishing_path, read_finishing, saving_path
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0
@@ -58,7 +58,7 @@ def launch(
         command: program and arguments of a rank, the same for all.
         run_dir: holds `logs/`.
         stop_grace_seconds: after a request to stop, ranks that have not finished their step by then are killed. Ranks that
-            write `logs/finishing.json` in time may save for as long as they need.
+            write `logs/finishing.json` in time, or are saving then (`logs/saving`), may take as long as they need for it.
         kill_grace_seconds: after a failure, time for the other ranks to end by themselves.
     """
     supervisor = _Supervisor(run_dir=Path(run_dir), stop_grace_seconds=stop_grace_seconds, kill_grace_seconds=kill_grace_seconds)
@@ -117,7 +117,8 @@ class _Supervisor:
         with contextlib.ExitStack() as stack:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
-                finishing_path(self.run_dir).unlink(missing_ok=True)
+                for left_over in (finishing_path(self.run_dir), saving_path(self.run_dir)):
+                    left_over.unlink(missing_ok=True)
                 for rank in range(ranks):
                     report_path(self.run_dir, rank).unlink(missing_ok=True)
                 files = [stack.enter_context(open(logs / f"rank_{rank}.log", "wb")) for rank in range(ranks)]
@@ -192,6 +193,9 @@ class _Supervisor:
 
     def _on_deadline(self) -> None:
         if self.deadline is None or time.monotonic() < self.deadline:
+            return
+        if not self.ending and saving_path(self.run_dir).exists():
+            self.deadline = time.monotonic() + self.stop_grace_seconds  # for the step that follows
             return
         finishing = read_finishing(self.run_dir)
         if not self.ending and finishing is not None:  # all ranks have made their last step and are saving: let them

@@ -335,8 +335,8 @@ class RecipeConfig:
     runs_dir: str = "runs"
     """Run directories are made here: RUNS_DIR/NAME/TIME."""
     resume: str = "none"
-    """Go on from a checkpoint: `auto` (the newest of RUNS_DIR/NAME, or a new start where there is none), a run directory or a checkpoint
-    folder; `none`: a new start. The resumed run has a directory of its own."""
+    """Go on from a checkpoint: `auto` (of the newest run in RUNS_DIR/NAME; a new start where that is done or none has one), a run directory
+    or a checkpoint folder; `none`: a new start. The resumed run has a directory of its own."""
     model: ModelConfig = field(default_factory=ModelConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     data: DataConfig = field(default_factory=DataConfig)

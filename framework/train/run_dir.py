@@ -21,7 +21,8 @@ import platform
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ class Finishing:
     """On request, whether or not it was the last planned step."""
 
 
+def saving_path(run_dir: Path) -> Path:
+    return Path(run_dir) / LOGS / "saving"
+
+
 def finishing_path(run_dir: Path) -> Path:
     return Path(run_dir) / LOGS / "finishing.json"
 
@@ -116,6 +121,19 @@ def finishing_path(run_dir: Path) -> Path:
 def write_summary(run_dir: Path, **facts: Any) -> None:
     """Write how the run ended (`ended`: done, stopped or failed; `steps`, `loss`, ...); replaces an earlier summary as a whole."""
     _replace(Path(run_dir) / SUMMARY, facts)
+
+
+@contextmanager
+def saving(run_dir: Path | None) -> Iterator[None]:
+    """Around a save in the middle of a run: the supervisor, which looks for the file, lets it come to its end. None: no supervisor."""
+    if run_dir is None:
+        yield
+        return
+    saving_path(run_dir).touch()
+    try:
+        yield
+    finally:
+        saving_path(run_dir).unlink(missing_ok=True)
 
 
 def write_finishing(run_dir: Path, finishing: Finishing) -> None:

@@ -249,6 +249,14 @@ def test_what_resume_means(whole, tmp_path):
     shutil.copytree(tmp_path / "checkpoints", run / "checkpoints")
     assert resolve("auto", tmp_path / "runs", "x") == run / "checkpoints" / "step_3"
     assert resolve("auto", tmp_path / "runs", "y") is None
+    (tmp_path / "runs" / "x" / "now later, without a checkpoint").mkdir()
+    assert resolve("auto", tmp_path / "runs", "x") == run / "checkpoints" / "step_3"
+    done = tmp_path / "runs" / "x" / "now later, resumed"
+    done.mkdir()
+    (done / "summary.json").write_text('{"ended": "stopped"}')
+    assert resolve("auto", tmp_path / "runs", "x") == run / "checkpoints" / "step_3"
+    (done / "summary.json").write_text('{"ended": "done"}')
+    assert resolve("auto", tmp_path / "runs", "x") is None, "it went on from there and came to its end"
     (whole / "rank_1.json").unlink()
     with pytest.raises(UserError, match=r"no whole checkpoint \(step_3: no rank_1.json\)"):
         resolve(str(tmp_path), tmp_path, "x")

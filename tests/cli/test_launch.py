@@ -237,6 +237,15 @@ def test_ranks_that_stopped_in_time_may_take_longer_to_save(tmp_path):
     assert "still saving" in run.stderr
 
 
+def test_a_save_on_the_way_may_take_longer_than_the_grace_time(tmp_path):
+    run = Run(tmp_path, {"all": "save"}, grace_seconds=0.5)
+    run.wait_until_running()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+    assert run.last_words(1) == "stopped by SIGINT after step 5"
+
+
 def test_an_error_while_saving_after_a_stop_is_an_error(tmp_path):
     run = Run(tmp_path, {"1": "bad save"})
     run.wait_until_running()

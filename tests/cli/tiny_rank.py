@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from framework.config.errors import Problem, UserError
-from framework.train.run_dir import Finishing, read_config, write_finishing
+from framework.train.run_dir import Finishing, read_config, saving, write_finishing
 from framework.worker import working
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -44,6 +44,9 @@ def main() -> None:
         if step == 5:
             _misbehave(mine)
             (run_dir / f"running_{RANK}").touch()
+            if mine == "save":
+                with saving(run_dir if RANK == 0 else None):
+                    time.sleep(1.5)
         if _agree(peers, stop_requested, float(behaviour.get("timeout", 0)) or None):
             if RANK == 0:
                 write_finishing(run_dir, Finishing(step=step, stopped=True))

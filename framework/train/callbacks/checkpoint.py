@@ -13,6 +13,7 @@ from framework.checkpoint.folder import prune, step_folder
 from framework.checkpoint.load import Checkpoint, load_optimizer, restore_random_state
 from framework.checkpoint.save import SaveError, save
 from framework.config.schema import CheckpointConfig
+from framework.train.run_dir import saving
 
 
 class SaveCheckpoints(pl.Callback):
@@ -43,7 +44,8 @@ class SaveCheckpoints(pl.Callback):
         if step == self.saved_step:
             return
         try:
-            nbytes = save(engine, step_folder(self.run_dir, step), run=self.run_state())
+            with saving(self.run_dir if trainer.is_global_zero else None):
+                nbytes = save(engine, step_folder(self.run_dir, step), run=self.run_state())
         except SaveError as error:
             if self.config.on_error == "stop":
                 raise

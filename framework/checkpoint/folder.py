@@ -86,7 +86,7 @@ def what_is_missing(folder: Path) -> str | None:
                 return reason
     except UserError as error:
         return error.problems[0].got
-    except (ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"a broken description ({type(error).__name__}: {error})"
     return None
 
@@ -94,7 +94,7 @@ def what_is_missing(folder: Path) -> str | None:
 def _is_done(run: Path) -> bool:
     try:
         return json.loads((run / SUMMARY).read_text())["ended"] == "done"
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -130,6 +130,13 @@ def resolve(resume: str, runs_dir: Path, name: str) -> Path | None:
         expected = "a run directory with checkpoints, one checkpoint folder, auto or none"
         raise UserError(Problem(path="resume", got=got, expected=expected, fix="resume=none"))
     return whole[-1].absolute()
+
+
+def finished_run(runs_dir: Path, name: str) -> Path | None:
+    """The newest run of this name, where it came to its end."""
+    runs = Path(runs_dir).expanduser() / name
+    started = [run for run in sorted(runs.iterdir()) if (run / SUMMARY).exists() or checkpoints(run)] if runs.is_dir() else []
+    return started[-1] if started and _is_done(started[-1]) else None
 
 
 def _newest_run(runs: Path) -> Path | None:

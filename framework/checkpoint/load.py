@@ -163,7 +163,10 @@ class Checkpoint:
 
 
 def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
-    """Give `engine`, whose masters were read from `checkpoint`, optimizer state and step count. Every rank reads its own part."""
+    """Give `engine`, whose masters were read from `checkpoint`, optimizer state and step count. Every rank reads its own part.
+
+    The options of the optimizer's groups (learning rate, weight decay, ...) are those that it was made with.
+    """
     checkpoint.check(engine)
 
     def of_piece(piece: Piece) -> dict[str, Any] | None:
@@ -173,11 +176,7 @@ def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
         flat = {key: checkpoint.read(piece.slot.name, piece.start, piece.stop, key) for key in described["flat"]}
         return flat | {key: _scalar(value) for key, value in described["scalars"].items()}
 
-    groups = [
-        {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-        for options in checkpoint.index["param_groups"]
-    ]
-    state.load_optimizer(engine, groups, of_piece)
+    state.load_optimizer(engine, [{} for _ in engine.optimizer.param_groups], of_piece)
     engine.steps_done = checkpoint.step
 
 

@@ -47,10 +47,8 @@ def save(engine: ZeroEngine, folder: Path, *, run: dict[str, Any]) -> int:
     """
     engine.check_last_step()
     partial, is_first = partial_folder(folder), engine.world.rank == 0
-    begun = (uuid.uuid4().hex, _attempt(engine, lambda: _begin(partial))) if is_first else ("", None)
-    token, error = engine.world.gather_objects(begun)[0]
-    if error is not None:
-        raise SaveError(error)
+    token = engine.world.gather_objects(uuid.uuid4().hex)[0]
+    _together(engine, lambda: _begin(partial) if is_first else None)
     try:
         nbytes = _together(engine, lambda: _write(engine, partial, token, run))
         _together(engine, lambda: finish(folder) if is_first else None)
@@ -63,20 +61,19 @@ def save(engine: ZeroEngine, folder: Path, *, run: dict[str, Any]) -> int:
 
 def _together(engine: ZeroEngine, action: Callable[[], Any]) -> Any:
     """`action()`, with a SaveError on all ranks where it failed on one."""
-    result: list[Any] = []
-    error = _attempt(engine, lambda: result.append(action()))
-    if errors := [found for found in engine.world.gather_objects(error) if found is not None]:
-        raise SaveError(errors[0])
-    return result[0]
-
-
-def _attempt(engine: ZeroEngine, action: Callable[[], Any]) -> str | None:
-    """Why the disk did not let `action` happen; None when it did."""
+    result, cause = None, None
     try:
-        action()
-    except OSError as error:
-        return f"rank {engine.world.rank}: {error}"
-    return None
+        result = action()
+    except Exception as error:  # whatever it is, the other ranks must not wait
+        cause = error
+    errors = engine.world.gather_objects(None if cause is None else _named(engine, cause))
+    if errors := [found for found in errors if found is not None]:
+        raise SaveError(errors[0]) from cause
+    return result
+
+
+def _named(engine: ZeroEngine, error: Exception) -> str:
+    return f"rank {engine.world.rank}: {error if isinstance(error, OSError) else f'{type(error).__name__}: {error}'}"
 
 
 def _begin(partial: Path) -> None:

@@ -26,24 +26,20 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="framework checkpoint", description="Look at the checkpoints of a run.")
-    made.add_argument("action", choices=("ls", "show", "verify"), help="list all; show what the newest holds; compare all its checksums")
+    made.add_argument("action", choices=("ls", "show", "verify"), help="list all; show what the newest holds; compare every checksum")
     made.add_argument("path", metavar="PATH", help="a run directory, or one checkpoint folder")
     made.add_argument("--tensors", action="store_true", help="show: every parameter, its shape and where it lies")
     return made
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    path = Path(arguments.path).expanduser()
-    found = [path] if (path / INDEX).is_file() else checkpoints(path)
-    if not found:
-        expected = "a run directory with checkpoints, or one checkpoint folder"
-        raise UserError(Problem(path="PATH", got=f"{path}, which holds no checkpoint", expected=expected))
+    found = _found(arguments.path)
     print(f"{'step':>10} {'ranks':>6} {'GB':>8}  {'saved':<19}  state")
     for folder in found:
         missing = what_is_missing(folder)
         nbytes = sum(file.stat().st_size for file in folder.iterdir())
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-        step, ranks = ("?", "?") if not (folder / INDEX).is_file() else (read_index(folder)["step"], read_index(folder)["world_size"])
+        step, ranks = ("?", "?") if missing else (read_index(folder)["step"], read_index(folder)["world_size"])
         print(f"{step:>10} {ranks:>6} {nbytes / 1e9:>8.2f}  {saved:<19}  {missing or 'whole'}  {folder}")
 
 
@@ -62,9 +58,24 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    folder = resolve(arguments.path, Path(), "")
     with loading_libraries():
         from framework.checkpoint.load import Checkpoint
-    with busy(f"reading {folder}"):
-        nbytes = Checkpoint(folder).verify()
-    print(f"{folder}: {nbytes:,} bytes, every checksum as it was written")
+    problems = []
+    for folder in _found(arguments.path):
+        try:
+            with busy(f"reading {folder}"):
+                nbytes = Checkpoint(folder).verify()
+            print(f"{folder}: {nbytes:,} bytes, every checksum as it was written")
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def _found(path: str) -> list[Path]:
+    """One checkpoint folder, or all of a run."""
+    folder = Path(path).expanduser()
+    if found := [folder] if (folder / INDEX).is_file() else checkpoints(folder):
+        return found
+    expected = "a run directory with checkpoints, or one checkpoint folder"
+    raise UserError(Problem(path="PATH", got=f"{folder}, which holds no checkpoint", expected=expected))

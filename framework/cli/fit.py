@@ -53,6 +53,7 @@ from framework.train.trainer import build_strategy, build_trainer
 from framework.worker import is_supervised
 
 WAIT_SECONDS = 0.1
+DIGEST_ELEMENTS = 64
 
 
 def run(recipe: RecipeConfig, run_dir: Path) -> None:
@@ -70,7 +71,8 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     if is_first:
         introduce(plan, prepared, tokenizer, run_dir)
 
-    checkpoint = None if recipe.resume == "none" else resumed(plan, Path(recipe.resume), run_dir, is_first)
+    remembered = {**state_of(plan), "frozen": None if recipe.peft.method == "none" else digest_of(pretrained)}
+    checkpoint = None if recipe.resume == "none" else resumed(plan, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
     tracker = build_tracker(recipe, run_dir, run_id=checkpoint.run["tracker"] if checkpoint else None) if is_first else Tracker()
@@ -78,7 +80,7 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     module = build_module(plan)
     weights = initial_weights(recipe, pretrained)
     strategy = build_strategy(recipe, checkpoint.reader(weights) if checkpoint else weights)
-    watch = watch_over(plan, run_dir, tracker, metrics, checkpoint)
+    watch = watch_over(plan, remembered, run_dir, tracker, metrics, checkpoint)
     trainer = build_trainer(
         recipe,
         strategy,
@@ -92,10 +94,12 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     try:
         trainer.fit(module, *batches(plan, prepared, place, first_step))
         with watch.stop.saving(strategy.engine.steps_done, is_first=is_first):
-            if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
-                watch.saves.save(trainer)
-            if recipe.checkpoint.export:
-                export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
+            try:
+                if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
+                    watch.saves.save(trainer)
+            finally:  # a disk that is too small for a checkpoint may still take the model
+                if recipe.checkpoint.export:
+                    export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
         succeeded = True
         if is_first:
             conclude(strategy, module, watch, run_dir)
@@ -116,8 +120,10 @@ class Watch:
     callbacks: list[Callback]
 
 
-def watch_over(plan: Plan, run_dir: Path, tracker: Tracker, metrics: MetricsFile | None, checkpoint: Checkpoint | None) -> Watch:
-    """Everything that happens beside the training itself; from `checkpoint` on where there is one."""
+def watch_over(
+    plan: Plan, remembered: dict[str, Any], run_dir: Path, tracker: Tracker, metrics: MetricsFile | None, checkpoint: Checkpoint | None
+) -> Watch:
+    """Everything that happens beside the training itself; from `checkpoint` on where there is one. `remembered`: by the checkpoints."""
     recipe = plan.recipe
     stop = GracefulStop(run_dir if is_supervised() else None, supervised=is_supervised())
     progress = Progress(
@@ -128,7 +134,7 @@ def watch_over(plan: Plan, run_dir: Path, tracker: Tracker, metrics: MetricsFile
         log_every_n_steps=recipe.trainer.log_every_n_steps,
     )
     saves = SaveCheckpoints(
-        run_dir, recipe.checkpoint, lambda: {**state_of(plan), "progress": progress.state_dict(), "tracker": tracker.run_id}
+        run_dir, recipe.checkpoint, lambda: {**remembered, "progress": progress.state_dict(), "tracker": tracker.run_id}
     )
     callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, saves, PlotMetrics(run_dir, recipe.name)]
     if checkpoint:
@@ -176,7 +182,7 @@ def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepa
     """The plan, which every rank computes for itself. Raises UserError where recipe, model, data and machine do not fit together."""
     architecture = recipe.model.arch if pretrained is None else pretrained.config
     validation = None if prepared.validation is None else facts_of(prepared.validation)
-    plan = make_plan(recipe, architecture, facts_of(prepared.train), validation, world_size)
+    plan = make_plan(recipe, architecture, facts_of(prepared.train, prepared.source_of), validation, world_size)
     choose_kernels(recipe.kernels, plan)
     return plan
 
@@ -189,10 +195,20 @@ def choose_kernels(config: KernelsConfig, plan: Plan) -> None:
         raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
 
 
-def facts_of(dataset: TokenDataset) -> DataFacts:
-    digest = hashlib.sha256(dataset.ids.tobytes())
-    for array in (dataset.trained, dataset.offsets, dataset.document_offsets):
-        digest.update(b"" if array is None else array.tobytes())
+def digest_of(pretrained: Pretrained) -> str:
+    """Of some elements of each tensor: enough to tell models apart, and quick."""
+    digest = hashlib.sha256()
+    for name, shape in pretrained.names().items():
+        digest.update(name.encode())
+        digest.update(pretrained.read(name, 0, min(DIGEST_ELEMENTS, shape.numel())).float().numpy())
+    return digest.hexdigest()
+
+
+def facts_of(dataset: TokenDataset, source_of: np.ndarray | None = None) -> DataFacts:
+    """`source_of`: the sources of a weighted mix, which the order of samples depends on."""
+    digest = hashlib.sha256()
+    for array in (dataset.ids, dataset.trained, dataset.offsets, dataset.document_offsets, source_of):
+        digest.update(b"" if array is None else np.ascontiguousarray(array))
     return DataFacts(
         samples=len(dataset),
         tokens=dataset.total_tokens,
@@ -212,13 +228,16 @@ def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path) -> 
     print(f"\n{text}\n\n{render_sample(tokenizer, prepared.train[0])}\n", flush=True)
 
 
-def resumed(plan: Plan, folder: Path, run_dir: Path, is_first: bool) -> Checkpoint:
+def resumed(plan: Plan, remembered: dict[str, Any], folder: Path, run_dir: Path, is_first: bool) -> Checkpoint:
     """The checkpoint in `folder`, from which this run goes on; metrics.csv begins with what its run had logged until then.
 
     Raises UserError where the recipe is not one that it can go on with.
     """
     checkpoint = Checkpoint(folder)
     changes = check_resume(plan, checkpoint.run, checkpoint.step)
+    if checkpoint.run["frozen"] != remembered["frozen"]:
+        got = f"{plan.recipe.model.path}, whose weights are not those that the adapter was trained on"
+        raise UserError(Problem(path="model.path", got=got, expected=f"the model that was at {checkpoint.run['recipe']['model']['path']}"))
     if is_first:
         for change in changes:
             print(f"changed since the checkpoint: {change}", flush=True)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from framework.checkpoint.folder import resolve
+from framework.checkpoint.folder import checkpoints, finished_run, resolve, what_is_missing
 from framework.cli.check import check_everything
 from framework.cli.external import join_run, quiet_console
 from framework.cli.launch import launch
@@ -89,10 +89,15 @@ def with_checkpoint(job: Composed) -> Composed:
     if recipe.resume == "none":
         return job
     folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
-    if folder is None:
-        print(f"resume=auto: {Path(recipe.runs_dir) / recipe.name} has no checkpoint; a new start", flush=True)
-    else:
+    if folder is not None:
         print(f"resuming from {folder}", flush=True)
+        for newer in checkpoints(folder.parents[1]):
+            if int(newer.name.rpartition("_")[2]) > int(folder.name.rpartition("_")[2]) and (missing := what_is_missing(newer)):
+                print(f"not from {newer}: {missing}", flush=True)
+    elif (done := finished_run(Path(recipe.runs_dir), recipe.name)) is not None:
+        print(f"resume=auto: {done} is done; a new start (to go on with it: resume={done})", flush=True)
+    else:
+        print(f"resume=auto: {Path(recipe.runs_dir) / recipe.name} has no checkpoint; a new start", flush=True)
     return replace(job, recipe=replace(recipe, resume="none" if folder is None else str(folder)))
 
 

@@ -93,6 +93,9 @@ def hydra_main(task: Callable[[Composed], int | None], arguments: Sequence[str] 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options, flags = parse_arguments(arguments)
+        if options.multirun and "resume=auto" in options.overrides:
+            got, expected = "auto in a sweep, whose jobs it could not tell apart", "a run or a checkpoint folder, or one job"
+            raise UserError(Problem(path="resume", got=got, expected=expected, fix="resume=RUN"))
         _register(options)
         overrides = options.overrides if options.shell_completion else _accepted(options, check)
     except UserError as error:

@@ -31,6 +31,7 @@ MOST_NAMED = 5
 # Settings of `peft` that change the numbers and that our adapters do not have: key -> the values under which they change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base weights, too
     "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),

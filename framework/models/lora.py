@@ -39,8 +39,8 @@ def scaling(config: PeftConfig) -> float:
 
 
 class LoraLinear(Linear):
-    """x W^T + s dropout(x) A^T B^T + bias, with W [out, in] and bias frozen; `lora_A` [rank, in], `lora_B` [out, rank], for DoRA
-    `lora_magnitude` [out] trained."""
+    """x W^T + s dropout(x) A^T B^T + bias, or with DoRA what the module's docstring says; W [out, in] and bias are frozen, `lora_A`
+    [rank, in], `lora_B` [out, rank] and, for DoRA, `lora_magnitude` [out] trained."""
 
     def __init__(self, inputs: int, outputs: int, config: PeftConfig, *, bias: bool, std: float) -> None:
         super().__init__(inputs, outputs, bias=bias, std=std)
@@ -68,13 +68,15 @@ class LoraLinear(Linear):
                 self.lora_magnitude.copy_(row_norms(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        update = F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.lora_A), self.lora_B)
+        dropped = F.dropout(x, self.dropout, self.training)
+        update = self.scaling * F.linear(F.linear(dropped, self.lora_A), self.lora_B)
+        y = F.linear(x, self.weight, self.bias)
         if self.lora_magnitude is None:
-            return F.linear(x, self.weight, self.bias) + self.scaling * update
+            return y + update
         with torch.no_grad():
             length = row_norms(self.weight + self.scaling * (self.lora_B @ self.lora_A)).to(x.dtype)
-        y = self.lora_magnitude / length * (F.linear(x, self.weight) + self.scaling * update)
-        return y if self.bias is None else y + self.bias
+        factor = self.lora_magnitude / length  # of everything but the bias; dropout is on all that is learned
+        return y + (factor - 1) * F.linear(dropped, self.weight) + factor * update
 
 
 def row_norms(weight: Tensor) -> Tensor:

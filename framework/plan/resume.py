@@ -19,6 +19,7 @@ def state_of(plan: Plan) -> dict[str, Any]:
     """What a checkpoint remembers of the run, for `check_resume`."""
     return {
         "recipe": to_dict(plan.recipe),
+        "architecture": to_dict(plan.architecture),
         "data": plan.train.digest,
         "global_batch_size": plan.batch.global_batch_size,
         "total_steps": plan.steps.total_steps,
@@ -31,12 +32,17 @@ def check_resume(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
     Raises UserError where the same training cannot go on.
     """
     now, then = _flat(to_dict(plan.recipe)), _flat(saved["recipe"])
-    changed = {key: (then[key], now[key]) for key in sorted(now.keys() & then.keys()) if then[key] != now[key]}
+    changed = {
+        key: (old, now.get(key)) for key, old in sorted(then.items()) if old != now.get(key)
+    }  # what a later version added has its default
     problems = [
         Problem(path=key, got=f"{new}, where the checkpoint was made with {old}", expected="the same", fix=f"{key}={_written(old)}")
         for key, (old, new) in changed.items()
         if _below(key, FIXED)
     ]
+    if saved["architecture"] != to_dict(plan.architecture):
+        got = "another architecture than that of the checkpoint"
+        problems.append(Problem(path="model", got=got, expected=f"{saved['architecture']}", fix="resume=none"))
     if saved["data"] != plan.train.digest:
         got = "other training samples than those of the checkpoint (files, tokenizer, template, max_tokens or held-out rows)"
         problems.append(Problem(path="data", got=got, expected="the same", fix="resume=none model.path=RUN/export"))
@@ -46,9 +52,10 @@ def check_resume(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
         problems.append(Problem(path="trainer.global_batch_size", got=got, expected="the same", fix=f"trainer.global_batch_size={old}"))
     if step >= plan.steps.total_steps:
         got = f"{plan.steps.total_steps:,} steps, all of which are done in the checkpoint of step {step:,}"
-        problems.append(
-            Problem(path="trainer.max_steps", got=got, expected=f"more than {step:,} steps", fix=f"trainer.max_steps={2 * step}")
-        )
+        trainer = plan.recipe.trainer
+        by_epochs = trainer.epochs is not None and trainer.max_steps != plan.steps.total_steps
+        name, value = ("epochs", 2 * trainer.epochs) if by_epochs else ("max_steps", 2 * step)
+        problems.append(Problem(path=f"trainer.{name}", got=got, expected=f"more than {step:,} steps", fix=f"trainer.{name}={value:g}"))
     if problems:
         raise UserError(*problems)
     lines = [f"{key}: {_written(old)} -> {_written(new)}" for key, (old, new) in changed.items() if _below(key, REMARKABLE)]

@@ -22,7 +22,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,11 +129,13 @@ def saving(run_dir: Path | None) -> Iterator[None]:
     if run_dir is None:
         yield
         return
-    saving_path(run_dir).touch()
+    with suppress(OSError):  # it is a hint: on a full disk the save itself says what is wrong
+        saving_path(run_dir).touch()
     try:
         yield
     finally:
-        saving_path(run_dir).unlink(missing_ok=True)
+        with suppress(OSError):
+            saving_path(run_dir).unlink(missing_ok=True)
 
 
 def write_finishing(run_dir: Path, finishing: Finishing) -> None:

@@ -102,7 +102,7 @@ def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: C
             continue
         scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
         sharded.torch.state[shard] = {
-            key: value.to(shard.device if _is_flat(value, piece) else scalar_device, copy=True)
+            key: (value.to(shard.device, shard.dtype, copy=True) if _is_flat(value, piece) else value.to(scalar_device, copy=True))
             if isinstance(value, torch.Tensor)
             else value
             for key, value in loaded.items()

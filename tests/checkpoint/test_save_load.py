@@ -133,6 +133,22 @@ def test_generators_go_on_where_they_were(ranks, tmp_path):
     assert same(ranks(2, draw_again, folder), drawn) and not torch.equal(drawn[0], drawn[1])
 
 
+def resume_with_other_options(folder: Path):
+    checkpoint = Checkpoint(folder)
+    module = zoo.Plain()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, weight_decay=0.25, betas=(0.5, 0.75))
+    engine = ZeroEngine(module, ZeroConfig(stage=2), optimizer=optimizer, read=checkpoint.read)
+    load_optimizer(engine, checkpoint)
+    (group,) = engine.optimizer.param_groups
+    return group["lr"], group["weight_decay"], group["betas"], engine.steps_done
+
+
+def test_options_of_the_optimizer_are_those_that_it_was_made_with(ranks, tmp_path):
+    folder = step_folder(tmp_path, 3)
+    ranks(2, save_and_go_on, folder, "plain", 2, "adamw")
+    assert ranks(2, resume_with_other_options, folder) == [(0.5, 0.25, (0.5, 0.75), 3)] * 2
+
+
 # ---- what goes wrong
 @pytest.fixture
 def whole(ranks, tmp_path) -> Path:

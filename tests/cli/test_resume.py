@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from framework.checkpoint.load import Checkpoint
 from framework.cli import checkpoint as checkpoint_command
 from framework.cli.fit import preview
 from framework.config.errors import UserError
-from framework.config.schema import CheckpointConfig, PeftConfig, RecipeConfig, ZeroConfig
+from framework.config.schema import CheckpointConfig, PeftConfig, RecipeConfig, RopeScaling, ZeroConfig
 from framework.train.metrics import MetricsRow, read_metrics
 from framework.train.run_dir import METRICS, read_summary, write_run_dir
 from tests.cli import test_fit, test_fit_lora
 from tests.cli.test_fit import fit
+from tests.pool import RanksFailed
 
 full = test_fit.recipe  # 23 rows of which 2 are held out: 3 steps an epoch, the last of which is short
 lora = test_fit_lora.recipe
@@ -76,6 +78,23 @@ def test_p17_another_number_of_ranks_and_another_stage_see_the_same_samples(rank
         assert losses[:2] == expected[:2] and losses == pytest.approx(expected, rel=1e-5)
 
 
+def with_arch(recipe: RecipeConfig, **changes: object) -> RecipeConfig:
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, arch=dataclasses.replace(recipe.model.arch, **changes)))
+
+
+def test_p18_an_adapter_goes_on_only_with_the_model_that_it_was_trained_on(ranks, lora, tmp_path):
+    checkpoint = step_folder(run(ranks, 1, lora, tmp_path / "whole"), 2)
+    weights = Path(lora.model.path) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    other = tmp_path / "other"
+    shutil.copytree(lora.model.path, other)
+    data[-100:] = bytes(100)
+    (other / "model.safetensors").write_bytes(bytes(data))
+    moved = dataclasses.replace(lora, model=dataclasses.replace(lora.model, path=str(other)))
+    with pytest.raises(RanksFailed, match="whose weights are not those that the adapter was trained on"):
+        run(ranks, 1, moved, tmp_path / "again", resume=str(checkpoint))
+
+
 def test_p18_what_has_changed_is_refused_or_said(ranks, full, tmp_path):
     checkpoint = step_folder(run(ranks, 1, full, tmp_path / "whole"), 3)
     full = dataclasses.replace(full, resume=str(checkpoint), trainer=dataclasses.replace(full.trainer, max_steps=STEPS))
@@ -92,6 +111,7 @@ def test_p18_what_has_changed_is_refused_or_said(ranks, full, tmp_path):
             "trainer.global_batch_size: got 4, where the checkpoint was made with 8",
         ),
         (dataclasses.replace(full, trainer=dataclasses.replace(full.trainer, max_steps=3)), "3 steps, all of which are done"),
+        (with_arch(full, rope_scaling=RopeScaling(kind="linear", factor=8.0)), "another architecture than that of the checkpoint"),
     ):
         with pytest.raises(UserError, match=message):
             preview(changed)
@@ -117,7 +137,8 @@ def test_the_command_lists_shows_and_verifies(ranks, full, tmp_path, capsys):
     file = step_folder(whole, STEPS) / "rank_1.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     assert checkpoint_command.main(["verify", str(whole)]) == 2
-    assert "rank_1.safetensors: got changed bytes" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "rank_1.safetensors: got changed bytes" in captured.err and captured.out.count("every checksum") == STEPS - 1
     file.unlink()
     assert checkpoint_command.main(["ls", str(step_folder(whole, STEPS))]) == 0
     assert "no rank_1.safetensors" in capsys.readouterr().out

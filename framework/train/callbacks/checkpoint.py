@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from framework.checkpoint.folder import prune, step_folder
 from framework.checkpoint.load import Checkpoint, load_optimizer, restore_random_state
 from framework.checkpoint.save import SaveError, save
+from framework.config.errors import Problem, UserError
 from framework.config.schema import CheckpointConfig
 from framework.train.run_dir import saving
 
@@ -34,11 +35,11 @@ class SaveCheckpoints(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         every, step = self.config.every_n_steps, trainer.global_step
-        if every is not None and step % every == 0 and step < trainer.max_steps and not trainer.should_stop:
+        if every is not None and step % every == 0 and step < trainer.max_steps:
             self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
-        """Now. Collective. Raises SaveError where `on_error` says so."""
+        """Now. Collective. Raises UserError where it fails and `on_error` says so."""
         engine, began = trainer.strategy.engine, time.perf_counter()
         step = engine.steps_done
         if step == self.saved_step:
@@ -48,16 +49,23 @@ class SaveCheckpoints(pl.Callback):
                 nbytes = save(engine, step_folder(self.run_dir, step), run=self.run_state())
         except SaveError as error:
             if self.config.on_error == "stop":
-                raise
+                expected, fix = "a disk that takes it", "runs_dir=FOLDER, checkpoint.keep=1 or checkpoint.on_error=continue"
+                raise UserError(Problem(path=f"checkpoint of step {step}", got=str(error), expected=expected, fix=fix)) from error
             self.failures.append(f"step {step}: {error}")
             if trainer.is_global_zero:
                 print(f"CHECKPOINT NOT SAVED at step {step}: {error}; training goes on (checkpoint.on_error=continue)", flush=True)
             return
         self.saved_step = step
         if trainer.is_global_zero:
-            prune(self.run_dir, self.config.keep)
+            self._prune()
             size = f"{nbytes / 1e6:,.0f} MB" + (" per rank" if engine.world.size > 1 else "")
             print(f"checkpoint: step {step}, {size} in {time.perf_counter() - began:.1f} s", flush=True)
+
+    def _prune(self) -> None:
+        try:
+            prune(self.run_dir, self.config.keep)
+        except OSError as error:  # on rank 0 alone, and the new checkpoint is whole: nothing to stop for
+            print(f"older checkpoints stay: {error}", flush=True)
 
 
 class Resume(pl.Callback):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import framework.cli.fit
+import framework.train.callbacks.checkpoint
 from framework.checkpoint.folder import checkpoints, step_folder
 from framework.checkpoint.load import Checkpoint
 from framework.cli import checkpoint as checkpoint_command
@@ -143,3 +147,22 @@ def test_the_command_lists_shows_and_verifies(ranks, full, tmp_path, capsys):
     assert checkpoint_command.main(["ls", str(step_folder(whole, STEPS))]) == 0
     assert "no rank_1.safetensors" in capsys.readouterr().out
     assert checkpoint_command.main(["ls", str(tmp_path)]) == 2
+
+
+def on_a_folder_of_its_own(recipe: RecipeConfig, run_dir: Path) -> None:
+    run_dir = run_dir / f"machine_{dist.get_rank()}"
+    write_run_dir(run_dir, recipe, overrides=[], command=["test"])
+    with pytest.raises(UserError, match="which rank 1 does not see as rank 0 does"):
+        _run_with_tokens_of_rank_0(recipe, run_dir)
+
+
+def _run_with_tokens_of_rank_0(recipe: RecipeConfig, run_dir: Path) -> None:
+    """As on two machines: each has its own first rank."""
+    place = {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "NODE_RANK": dist.get_rank()}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    framework.train.callbacks.checkpoint.ROUNDS = 2
+    framework.cli.fit.run(recipe, run_dir)
+
+
+def test_machines_that_do_not_share_the_run_directory_are_told_before_the_first_step(ranks, full, tmp_path):
+    ranks(2, on_a_folder_of_its_own, dataclasses.replace(full, checkpoint=SAVES), tmp_path, timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from framework.checkpoint.folder import prune, step_folder
+from framework.checkpoint.folder import CHECKPOINTS, prune, step_folder
 from framework.checkpoint.load import Checkpoint, load_optimizer, restore_random_state
 from framework.checkpoint.save import SaveError, save
 from framework.config.errors import Problem, UserError
 from framework.config.schema import CheckpointConfig
 from framework.train.run_dir import saving
+
+ROUNDS, SECONDS_A_ROUND = 40, 0.25
 
 
 class SaveCheckpoints(pl.Callback):
@@ -32,6 +35,26 @@ class SaveCheckpoints(pl.Callback):
         """Of the newest checkpoint that this run has made."""
         self.failures: list[str] = []
         """Why saves failed after which training went on."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises UserError where a machine does not see the folder of rank 0, before hours have gone into steps that cannot be saved."""
+        if not (self.config.every_n_steps or self.config.on_stop or self.config.at_end):
+            return
+        world, probe = trainer.strategy.engine.world, self.run_dir / CHECKPOINTS / ".probe"
+        if world.rank == 0:
+            with contextlib.suppress(OSError):  # a folder that cannot be written is what a save names
+                probe.parent.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+        made = world.gather_objects(probe.exists())[0]
+        seen = world.gather_objects(not made or _appears(probe))
+        if world.rank == 0:
+            with contextlib.suppress(OSError):
+                probe.unlink(missing_ok=True)
+                probe.parent.rmdir()
+        if not all(seen):
+            got = f"{self.run_dir}, which rank {seen.index(False)} does not see as rank 0 does"
+            expected, fix = "a folder that all machines share", "runs_dir=FOLDER, or checkpoint.every_n_steps=null checkpoint.on_stop=false"
+            raise UserError(Problem(path="runs_dir", got=got, expected=expected, fix=fix))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         every, step = self.config.every_n_steps, trainer.global_step
@@ -66,6 +89,15 @@ class SaveCheckpoints(pl.Callback):
             prune(self.run_dir, self.config.keep)
         except OSError as error:  # on rank 0 alone, and the new checkpoint is whole: nothing to stop for
             print(f"older checkpoints stay: {error}", flush=True)
+
+
+def _appears(path: Path) -> bool:
+    """Whether `path` is there, or soon is: network file systems take their time."""
+    for _ in range(ROUNDS):
+        if path.exists():
+            return True
+        time.sleep(SECONDS_A_ROUND)
+    return False
 
 
 class Resume(pl.Callback):

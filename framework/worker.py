@@ -62,8 +62,8 @@ def working(run_dir: Path, console: TextIO | None = None) -> Iterator[None]:
     except Exception as error:
         report = report_failure(run_dir, rank, error)
         text = f"[rank {rank}] " + (str(error) if report.kind == "user" else traceback.format_exc())
-        if rank != 0:
-            print(text, file=sys.stderr, flush=True)  # into its log
+        if rank != 0 or not report.is_written:
+            print(text, file=sys.stderr, flush=True)  # into its log; of rank 0, the supervisor shows it
         if console is not None and (rank == 0 or report.kind != "communication"):
             print(text, file=console, flush=True)
         if TORCHRUNS_REPORT in os.environ and not is_supervised() and report.kind != "communication":

@@ -62,6 +62,9 @@ def _checked(arguments: argparse.Namespace) -> str:
         )
     if arguments.merge and not adapter and not problems:
         problems.append(Problem(path="--merge", got=f"{source}, which is no adapter", expected="no --merge"))
+    out = Path(arguments.out).expanduser()
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        problems.append(Problem(path="OUT", got=f"{out}, something that exists", expected="a new folder"))
     if arguments.max_shard_gb <= 0:
         problems.append(Problem(path="--max-shard-gb", got=f"{arguments.max_shard_gb:g}", expected="above 0"))
     if problems:

@@ -54,6 +54,8 @@ def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
         stop_grace_seconds=job.recipe.trainer.stop_grace_seconds,
     )
     shutil.rmtree(job.run_dir / TOKENS, ignore_errors=True)
+    if 0 < outcome.status < STATUS_STOPPED and checkpoints(job.run_dir):
+        print(f"go on:   the same command with resume={job.run_dir}", file=sys.stderr, flush=True)
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
     if outcome.status and not (job.run_dir / SUMMARY).exists():  # no rank came to write it

@@ -10,10 +10,10 @@ come; no more than one is ever held. The folder appears under its name when it i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Literal, Protocol
@@ -190,23 +190,26 @@ def write_pretrained(
     return folder
 
 
-@contextmanager
+@contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` when all of it is on the disk; after an exception nothing is left behind.
 
-    Raises UserError when `folder` is in the way.
+    Raises UserError when `folder` is in the way or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(Problem(path=str(folder), got="something that exists", expected="a new folder to export to"))
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         _sync_folder(partial)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(Problem(path=str(folder), got=str(error), expected="a folder on a disk with room for the model")) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -218,23 +221,25 @@ def _write_weights(
 ) -> None:
     shapes = parameter_shapes(config)
     shards = _plan_shards(shapes, dtype, max_shard_bytes)
-    writers = {file: StreamWriter(folder / file, {name: (shapes[name], dtype) for name in names}) for file, names in shards.items()}
-    writer_of = {name: writers[file] for file, names in shards.items() for name in names}
-    written: set[str] = set()
-    for name, tensor in progress(tensors, "writing weights", total=len(shapes), unit="tensors", show=show):
-        if name not in shapes or name in written:
-            raise ValueError(f"{name} is {'repeated' if name in written else 'not a parameter of this architecture'}")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, the architecture says {list(shapes[name])}")
-        if dtype == torch.float16 and tensor.abs().max() > torch.finfo(dtype).max:
-            got = f"float16, which cannot hold {name} (up to {tensor.abs().max():.3g})"
-            raise UserError(Problem(path="checkpoint.export_dtype", got=got, expected="bfloat16 or float32"))
-        writer_of[name].write(name, tensor)
-        written.add(name)
-    if missing := [name for name in shapes if name not in written]:
-        raise ValueError(f"{len(missing)} parameters were not given: {_list(missing)}")
-    for writer in writers.values():
-        writer.close()
+    with contextlib.ExitStack() as opened:
+        writer_of: dict[str, StreamWriter] = {}
+        for file, names in shards.items():
+            writer = StreamWriter(folder / file, {name: (shapes[name], dtype) for name in names})
+            opened.callback(writer.close)
+            writer_of |= dict.fromkeys(names, writer)
+        written: set[str] = set()
+        for name, tensor in progress(tensors, "writing weights", total=len(shapes), unit="tensors", show=show):
+            if name not in shapes or name in written:
+                raise ValueError(f"{name} is {'repeated' if name in written else 'not a parameter of this architecture'}")
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}, the architecture says {list(shapes[name])}")
+            if dtype == torch.float16 and tensor.abs().max() > torch.finfo(dtype).max:
+                got = f"float16, which cannot hold {name} (up to {tensor.abs().max():.3g})"
+                raise UserError(Problem(path="checkpoint.export_dtype", got=got, expected="bfloat16 or float32"))
+            writer_of[name].write(name, tensor)
+            written.add(name)
+        if missing := [name for name in shapes if name not in written]:
+            raise ValueError(f"{len(missing)} parameters were not given: {_list(missing)}")
     if len(shards) > 1:
         total_bytes = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
         weight_map = {name: file for file, names in shards.items() for name in names}

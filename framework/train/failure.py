@@ -13,7 +13,7 @@ import json
 import os
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +47,8 @@ class FailureReport:
     type: str
     message: str
     traceback: str
+    is_written: bool = True
+    """False: the disk did not take it, and the rank itself must say what happened."""
 
     @property
     def summary(self) -> str:
@@ -67,10 +69,13 @@ def report_failure(run_dir: Path, rank: int, error: BaseException) -> FailureRep
     )
     path = report_path(run_dir, rank)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(asdict(report), indent=1))
-        os.replace(partial, path)  # the supervisor never reads half a report
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps(asdict(report), indent=1))
+            os.replace(partial, path)  # the supervisor never reads half a report
+        except OSError:
+            return replace(report, is_written=False)
     return report
 
 

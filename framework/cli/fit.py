@@ -37,6 +37,7 @@ from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
 from framework.plan.resume import check_resume, state_of
+from framework.progress import busy
 from framework.ranks import Place, launched
 from framework.train.callbacks.agreement import Agreement
 from framework.train.callbacks.checkpoint import Resume, SaveCheckpoints
@@ -75,7 +76,9 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     checkpoint = None if recipe.resume == "none" else resumed(plan, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
-    tracker = build_tracker(recipe, run_dir, run_id=checkpoint.run["tracker"] if checkpoint else None) if is_first else Tracker()
+    run_id = checkpoint.run["tracker"] if checkpoint else None
+    with busy("starting the dashboard", show=is_first):
+        tracker = build_tracker(recipe, run_dir, run_id=run_id) if is_first else Tracker()
     metrics = MetricsFile(run_dir / METRICS) if is_first else None
     module = build_module(plan)
     weights = initial_weights(recipe, pretrained)

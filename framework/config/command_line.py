@@ -51,7 +51,9 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Hydra's own options, and the arguments in the order that its parser can read (options, then overrides)."""
     parsed, unknown = get_args_parser().parse_known_intermixed_args(list(arguments))
     if unknown:
-        raise UserError(*_unknown_options(unknown, list(arguments)))
+        words = [word for word in arguments if "=" in word and not word.startswith("-")]
+        others = vet(words, config_dir=None, multirun=True).problems
+        raise UserError(*_unknown_options(unknown, list(arguments)), *others)
     if parsed.config_dir is not None and not Path(parsed.config_dir).is_dir():
         got = f"{parsed.config_dir}, which is no folder"
         raise UserError(Problem(path="--config-dir", got=got, expected="a folder with recipes or groups"))

@@ -24,6 +24,7 @@ import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -43,6 +44,7 @@ STATUS_USER_MISTAKE = 2
 STATUS_FAILURE = 1
 STATUS_INTERRUPTED = 130
 Check = Callable[[RecipeConfig], list[Problem]]
+MOST_JOBS_CHECKED = 16
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, UserError, ValueError)
 
 
@@ -184,10 +186,31 @@ def _accepted(options: Namespace, check: Check) -> list[str]:
         raise UserError(Problem(path="-m", got="a sweep under torchrun, Slurm or MPI", expected=expected))
     vetted = vet(options.overrides, config_dir=options.config_dir, multirun=options.multirun)
     if vetted.problems and options.multirun:
-        raise UserError(*vetted.problems)
+        raise UserError(*vetted.problems, *_of_jobs(vetted, options.config_dir, check))
     if vetted.problems:
         _composed(vetted, options.config_dir, check)  # finds what else is wrong, and raises
     return vetted.good
+
+
+def _of_jobs(vetted: Vetted, config_dir: str | None, check: Check) -> list[Problem]:
+    """What is wrong with jobs of a sweep besides: enough of them that each value of each list occurs, up to a limit."""
+    values = [_values(word) for word in vetted.good]
+    found: list[Problem] = []
+    for number in range(min(MOST_JOBS_CHECKED, max(map(len, values), default=0))):
+        words = [each[min(number, len(each) - 1)] for each in values]
+        try:
+            _composed(Vetted(good=words, recipe_named=vetted.recipe_named, doubtful=vetted.doubtful), config_dir, check)
+        except UserError as error:
+            found += [problem for problem in error.problems if problem not in found]
+    return found
+
+
+def _values(word: str) -> list[str]:
+    """An override once for each value of its list; itself where it has one value."""
+    override = OverridesParser.create().parse_override(word)
+    return (
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()] if override.is_sweep_override() else [word]
+    )
 
 
 def _composed(vetted: Vetted, config_dir: str | None, check: Check | None) -> Composed:

@@ -59,7 +59,21 @@ class Wanted:
 
     def open(self) -> Source:
         """Raises UserError for missing or empty files, unknown columns, and a mix of documents, conversations and completions."""
-        return _open(self.path, self.setting, self.config, self.max_rows)
+        faults = Faults()
+        files = self.files(faults)
+        if faults.count:
+            raise UserError(*faults.listed(self.setting))
+        return Source(self.setting, tuple(files), self.max_rows)
+
+    def files(self, faults: Faults) -> list[tuple[Path, RowFormat]]:
+        """Each file that can be read, with its format; what is wrong with the others goes to `faults`. UserError where there is no file."""
+        opened: list[tuple[Path, RowFormat]] = []
+        for file in find_files(self.path, self.setting):
+            try:
+                opened.append((file, _format_of(file, self.setting, self.config, opened)))
+            except UserError as error:
+                faults.add(*error.problems)
+        return opened
 
 
 @dataclass(frozen=True)
@@ -123,19 +137,16 @@ def _listed(number: int, source: str | SourceConfig, config: DataConfig) -> Want
     )
 
 
-def _open(path: str, setting: str, config: DataConfig, max_rows: int | None) -> Source:
-    opened = []
-    for file in find_files(path, setting):
-        first = _first_good_row(file, setting)
-        form = choose_format(first, config.format, config.columns)
-        opened.append((file, form))
-        _check_train_on(form, config, shown(file))
-        other, other_form = opened[0]
-        if form.yields != other_form.yields:
-            got = f"{form.kind} rows in {shown(file)} and {other_form.kind} rows in {shown(other)} ({form.yields} and {other_form.yields})"
-            fix = f"{setting}='{file.parent}/*{file.suffix}'"
-            raise UserError(Problem(path=setting, got=got, expected="one of these in all files", fix=fix))
-    return Source(setting, tuple(opened), max_rows)
+def _format_of(file: Path, setting: str, config: DataConfig, opened: list[tuple[Path, RowFormat]]) -> RowFormat:
+    """How the rows of `file` are read, which must yield what those of the files `opened` before do. Raises UserError."""
+    form = choose_format(_first_good_row(file, setting), config.format, config.columns)
+    _check_train_on(form, config, shown(file))
+    other, other_form = opened[0] if opened else (file, form)
+    if form.yields != other_form.yields:
+        got = f"{form.kind} rows in {shown(file)} and {other_form.kind} rows in {shown(other)} ({form.yields} and {other_form.yields})"
+        fix = f"{setting}='{file.parent}/*{file.suffix}'"
+        raise UserError(Problem(path=setting, got=got, expected="one of these in all files", fix=fix))
+    return form
 
 
 def peek(config: DataConfig) -> list[Problem]:
@@ -151,7 +162,7 @@ def peek(config: DataConfig) -> list[Problem]:
 def _peek(wanted: Wanted) -> list[Problem]:
     faults = Faults()
     try:
-        for file, form in wanted.open().files[:PEEKED_FILES]:
+        for file, form in wanted.files(faults)[:PEEKED_FILES]:
             for row in first_rows(file, min(PEEKED_ROWS, wanted.max_rows or PEEKED_ROWS)):
                 try:
                     if isinstance(row, Problem):

@@ -211,3 +211,11 @@ def test_p42_a_mistake_ends_with_status_2_without_traceback_torch_or_waiting(tmp
 def test_shell_completion_knows_recipes_and_options(tmp_path):
     done = train("-sc", "query=bash", cwd=tmp_path, COMP_LINE="python train.py +recipe=llama")
     assert done.stdout.split()[:2] == ["+recipe=llama_lora", "+recipe=llama_pretrain"]
+
+
+def test_a_sweep_with_mistakes_tells_those_of_all_its_values_at_once(tmp_path):
+    done = train("-m", "+recipe=llama_pretrain", "zero=0,9", "optimizer.lr=1e-3,x", "trainer.max_stps=1", cwd=tmp_path)
+    assert done.returncode == 2
+    for told in ("zero: got", "trainer.max_stps: got", "optimizer.lr: got", "data.train: got nothing"):
+        assert told in done.stderr, done.stderr
+    assert "4 problems" in done.stderr

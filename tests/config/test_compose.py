@@ -312,3 +312,8 @@ def test_a_typo_in_a_users_option_names_its_file(folder):
     write(folder / "own/zero/mine.yaml", "stage: 3\nprefetch_byte: 1\n")
     found = problems("--config-dir", "own", "+recipe=quickstart", "zero=mine")
     assert "own/zero/mine.yaml:2" in found["zero.prefetch_byte"].got
+
+
+def test_an_unknown_option_does_not_hide_the_other_mistakes():
+    found = problems("+recipe=quickstart", "--foo", "trainer.stps=5", "--lr", "3", "zero=9")
+    assert found.keys() >= {"--foo", "--lr", "trainer.stps", "zero"} and "3" not in found

@@ -16,8 +16,11 @@ import pyarrow.parquet
 import pytest
 
 from framework.config.errors import Problem, UserError
+from framework.config.schema import DataConfig
 from framework.data.files import Row, find_files
+from framework.data.prepare import prepare
 from framework.data.read import first_rows, read_rows
+from framework.data.sources import peek
 
 ROWS = [{"instruction": "When?", "output": "2020-01-01"}, {"instruction": "Wo?", "output": "dort é ✓"}]
 
@@ -315,3 +318,16 @@ def test_what_cannot_be_found_says_where_it_was_looked_for(tmp_path, monkeypatch
     with pytest.raises(UserError, match="data.validation: got") as caught:
         find_files(path, "data.validation")
     assert said in str(caught.value)
+
+
+def test_an_empty_file_does_not_hide_what_is_wrong_with_the_others(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    good = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    (tmp_path / "b.jsonl").write_text(f'{json.dumps(good)}\n{{"messages": 3}}\n')
+    (tmp_path / "c.jsonl").write_text('{"other": 1}\n')
+    problems = peek(DataConfig(train=str(tmp_path)))
+    assert [problem.path.rpartition("/")[2] for problem in problems] == ["data.train", "c.jsonl:1", "b.jsonl:2"]
+    assert "a.jsonl, a file without rows" in problems[0].got
+    with pytest.raises(UserError) as caught:
+        prepare(DataConfig(train=str(tmp_path)), None, seed=0, show_progress=False)
+    assert len(caught.value.problems) == 2

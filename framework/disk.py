@@ -15,10 +15,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file; a reader sees the old one or the whole new one, also after a loss of power."""
+def write_whole(path: Path, text: str, *, durably: bool = True) -> None:
+    """Write a small file; a reader sees the old one or the whole new one, `durably` also after a loss of power (tens of milliseconds)."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
-    sync(partial)
+    if durably:
+        sync(partial)
     os.replace(partial, path)
-    sync(path.parent)
+    if durably:
+        sync(path.parent)

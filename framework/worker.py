@@ -60,6 +60,8 @@ def working(run_dir: Path, console: TextIO | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if not is_supervised():  # torchrun ends the ranks that are left: this one is ending, and has to say how
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         report = report_failure(run_dir, rank, error)
         text = f"[rank {rank}] " + (str(error) if report.kind == "user" else traceback.format_exc())
         if rank != 0 or not report.is_written:

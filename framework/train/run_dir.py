@@ -182,7 +182,7 @@ def _lines(*command: str) -> list[str] | None:
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
     try:
-        write_whole(path, json.dumps(content, indent=2) + "\n")
+        write_whole(path, json.dumps(content, indent=2) + "\n", durably=False)
     except OSError as error:
         raise _unwritable(path, error) from error
 

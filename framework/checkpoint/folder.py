@@ -39,10 +39,12 @@ def finish(folder: Path) -> None:
     """Give a written checkpoint its name, durably; `latest` follows."""
     partial = partial_folder(folder)
     sync(partial)
-    if folder.exists():  # the same step, saved again after a resume in place
-        shutil.rmtree(folder)
+    old = partial_folder(folder.with_name(f"{folder.name}.old"))
+    if folder.exists():  # saved again, because what follows here has failed before
+        folder.rename(old)
     partial.rename(folder)
     sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
     write_whole(folder.parent / LATEST, f"{folder.name}\n")
 
 

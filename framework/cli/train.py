@@ -79,6 +79,8 @@ def work(job: Composed, place: Place) -> int:
 
             run(read_config(run_dir), run_dir)
     except SystemExit as end:
+        if place.local_rank == 0:
+            shutil.rmtree(run_dir / TOKENS, ignore_errors=True)
         if place.rank == 0 and not (run_dir / SUMMARY).exists():
             _summarise_failure(run_dir, place.world_size, end.code)
         raise

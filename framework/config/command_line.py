@@ -173,7 +173,7 @@ def _vet_recipe(name: str, known: list[str], config_dir: str | None) -> Problem 
 
 def _unknown_option_of(group: str, name: str, options: list[str]) -> Problem:
     near = closest(name, options)
-    fix = f"{group}={near[0]}" if near else ""
+    fix = f"{group}={near[0]}" if near else " or ".join(f"{group}={option}" for option in options)
     return Problem(path=group, got=f"an unknown option {name or '(nothing)'}", expected=f"one of {', '.join(options)}", fix=fix)
 
 

@@ -297,6 +297,7 @@ class CheckpointConfig:
     export: bool = True
     """Write a Hugging Face folder to RUN/export when training ends (also when it is stopped by a signal)."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of a whole model; an adapter is small and always written in fp32, as it was trained."""
     max_shard_bytes: int = 5_000_000_000
     """Largest safetensors file of an export, in bytes."""
 

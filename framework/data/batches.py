@@ -74,7 +74,7 @@ class StepBatches:
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         samples = len(self.dataset)
         if self.source_of is not None:
-            order = interleaved(self.seed, self.epoch, np.diff(self.dataset.offsets), self.source_of, shuffle=self.shuffle)
+            order = interleaved(self.seed, self.epoch, self.lengths, self.source_of, shuffle=self.shuffle)
         else:
             order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
         for step in range(self._skipped if self.epoch == self._first_epoch else 0, len(self)):

@@ -43,7 +43,7 @@ def weighted(sources: Sequence[TokenDataset], weights: Sequence[float], seed: in
             _chosen(source, share * total * length, seed, number)
             for number, (source, share) in enumerate(zip(sources, shares, strict=True))
         ]
-        tokens = np.array([_lengths(source)[indices].sum() for source, indices in zip(sources, chosen, strict=True)])
+        tokens = np.array([source.lengths[indices].sum() for source, indices in zip(sources, chosen, strict=True)])
         if np.all(np.abs(tokens / tokens.sum() / shares - 1) <= MOST_DEVIATION):
             return [
                 Taken(samples=source.select(indices), passes=float(count / source.total_tokens))
@@ -79,10 +79,6 @@ def _chosen(source: TokenDataset, tokens: float, seed: int, number: int) -> np.n
     """Indices of samples with about so many tokens together: all of them a number of times, and some once more."""
     times, rest = divmod(tokens, source.total_tokens)
     order = permutation(seed, "mix", 0, len(source), stream=number)
-    ends = np.concatenate([[0], np.cumsum(_lengths(source)[order])])
+    ends = np.concatenate([[0], np.cumsum(source.lengths[order])])
     once_more = order[: int(np.argmin(np.abs(ends - rest)))]
     return np.concatenate([np.tile(np.arange(len(source)), int(times)), np.sort(once_more)])
-
-
-def _lengths(source: TokenDataset) -> np.ndarray:
-    return np.diff(source.offsets)

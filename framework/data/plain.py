@@ -8,7 +8,7 @@ The beginning-of-sequence token is there where the tokenizer itself puts one.
 Unusual: a prompt is always tokenised as inference does it, by itself. Where prompt and completion would share a token, the completion is
 tokenised by itself, too, which is how the model will be asked to go on.
 
-[Note: long documents] A tokenizer takes about a hundred bytes for each token while it works, so a long document is tokenised in pieces.
+[Note: long documents] A tokenizer takes many times the size of a text while it works, so a long document is tokenised in pieces.
 It is cut where a word begins, and only where that changes no token: the text around the cut, tokenised whole and in two parts, must
 give the same ids. Tokenizers that put a space before every text (those of Llama 2) have no such place and take the document whole.
 """

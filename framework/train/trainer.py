@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
@@ -70,9 +71,8 @@ def _count_from(trainer: Trainer, step: int) -> None:
     """Let `global_step` and the cadence of validations go on after `step`."""
     loop = trainer.fit_loop.epoch_loop
     for progress in (loop.manual_optimization.optim_step_progress.total, loop.batch_progress.total):
-        for name in ("ready", "started", "processed", "completed"):
-            if hasattr(progress, name):
-                setattr(progress, name, step)
+        for count in fields(progress):
+            setattr(progress, count.name, step)
 
 
 def _leave_signals_alone(trainer: Trainer) -> None:

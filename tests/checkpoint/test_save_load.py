@@ -167,7 +167,7 @@ def refusal(folder: Path) -> str:
 def test_a_missing_file_is_named(whole, name):
     (whole / name).unlink()
     assert name in refusal(whole)
-    assert what_is_missing(whole) is not None
+    assert name in what_is_missing(whole)
 
 
 @pytest.mark.parametrize("name", ["index.json", "rank_1.json"])
@@ -287,3 +287,8 @@ def test_a_checkpoint_has_its_name_only_when_all_is_there(tmp_path):
     assert checkpoints(tmp_path) == []
     finish(folder)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_5"]
+    partial_folder(folder).mkdir()
+    (partial_folder(folder) / "index.json").write_text('"again"')
+    finish(folder)
+    assert (folder / "index.json").read_text() == '"again"'
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["latest", "step_5"]

@@ -85,9 +85,8 @@ def fit(recipe: RecipeConfig, run_dir: Path) -> None:
     run(recipe, run_dir)
 
 
-def plain_losses(recipe: RecipeConfig) -> list[float]:
-    """The same training by plain torch in one process: whole global batches, all logits."""
-    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False)
+def untrained(recipe: RecipeConfig) -> tuple[Llama, torch.optim.AdamW]:
+    """The model as a run begins with it, and its optimizer, in plain torch."""
     with torch.device("meta"):
         start = Llama(ARCHITECTURE)
     engine = ZeroEngine(start, seed=recipe.seed)  # for its initial weights
@@ -100,6 +99,13 @@ def plain_losses(recipe: RecipeConfig) -> list[float]:
         betas=config.betas,
         eps=config.eps,
     )
+    return model, optimizer
+
+
+def plain_losses(recipe: RecipeConfig) -> list[float]:
+    """The same training by plain torch in one process: whole global batches, all logits."""
+    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False)
+    (model, optimizer), config = untrained(recipe), recipe.optimizer
     batches = StepBatches(prepared.train, micro_batch_size=8, accumulate=1, seed=recipe.seed)
     losses: list[float] = []
     for epoch in range(STEPS):

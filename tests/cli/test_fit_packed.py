@@ -19,8 +19,7 @@ from framework.models.llama import Llama
 from framework.models.tokenizer import load_tokenizer
 from framework.train.metrics import read_metrics, series
 from framework.train.run_dir import LEDGER, METRICS, PLAN, write_run_dir
-from framework.zero import ZeroEngine
-from tests.cli.test_fit import ARCHITECTURE, STEPS, fit, recipe  # noqa: F401  a fixture
+from tests.cli.test_fit import STEPS, fit, recipe, untrained  # noqa: F401  a fixture
 
 PACKS_PER_STEP = 2
 
@@ -57,18 +56,7 @@ def sum_over_documents(model: Llama, batch: dict) -> torch.Tensor:
 def plain_training(recipe: RecipeConfig) -> tuple[list[float], float]:  # noqa: F811
     """Losses of the steps, and the validation loss after the last one, by plain torch in one process."""
     data = prepared(recipe)
-    with torch.device("meta"):
-        start = Llama(ARCHITECTURE)
-    engine = ZeroEngine(start, seed=recipe.seed)  # for its initial weights
-    model = Llama(ARCHITECTURE)
-    model.load_state_dict({name: tensor for name, tensor in engine.full_tensors()}, strict=False)
-    groups = [[p for p in model.parameters() if p.dim() >= 2], [p for p in model.parameters() if p.dim() < 2]]
-    config = recipe.optimizer
-    optimizer = torch.optim.AdamW(
-        [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
-        betas=config.betas,
-        eps=config.eps,
-    )
+    (model, optimizer), config = untrained(recipe), recipe.optimizer
     batches = StepBatches(data.train, micro_batch_size=PACKS_PER_STEP, accumulate=1, seed=recipe.seed, total_steps=STEPS)
     losses: list[float] = []
     while len(losses) < STEPS:

@@ -14,19 +14,10 @@ from framework.config.schema import LlamaConfig, RopeScaling
 from framework.models import documents
 from framework.models.architecture import config_from_hf
 from framework.models.llama import Llama
+from tests.models import test_llama
 from tests.models.families import FAMILIES, VOCABULARY, config_json, oracle
 
-TINY = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    initializer_range=0.1,
-    family="mistral",
-)
+TINY = replace(test_llama.TINY, family="mistral")
 LENGTHS = [[9, 4, 1, 16], [20, 3]]  # with a sliding window of 5: documents that are shorter, longer and as long as one token
 TOKENS = 31  # so the first row has one token of padding, the second eight
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -123,10 +123,12 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     if data.max_rows is not None:
         yield from _at_least("data.max_rows", data.max_rows, 1)
     if isinstance(data.train, list):
-        yield from _sources(data.train)
+        yield from _sources("data.train", data.train)
+    if isinstance(data.validation, list):
+        yield from _sources("data.validation", data.validation)
     yield from _share("data.validation_fraction", data.validation_fraction)
     if data.validation is not None and data.validation_fraction > 0:
-        got = f"{data.validation_fraction} beside data.validation={data.validation}"
+        got = f"{data.validation_fraction} beside data.validation"
         yield Problem(path="data.validation_fraction", got=got, expected="one of them", fix="data.validation_fraction=0")
     if model.arch is not None and data.max_tokens > model.arch.max_position_embeddings:
         longest = model.arch.max_position_embeddings
@@ -134,23 +136,26 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
         yield Problem(path="data.max_tokens", got=str(data.max_tokens), expected=expected, fix=f"data.max_tokens={longest}")
 
 
-def _sources(sources: list[str | SourceConfig]) -> Iterator[Problem]:
+def _sources(setting: str, sources: list[str | SourceConfig]) -> Iterator[Problem]:
     if not sources:
-        yield Problem(path="data.train", got="an empty list", expected="at least one source", fix="data.train=/path/to/file.jsonl")
+        yield Problem(path=setting, got="an empty list", expected="at least one source", fix=f"{setting}=/path/to/file.jsonl")
     weights = {}
     for number, source in enumerate(sources):
-        where = f"data.train[{number}]"
+        where = f"{setting}[{number}]"
         settings = SourceConfig(path=source) if isinstance(source, str) else source
         weights[where] = settings.weight
         if not settings.path:
             yield Problem(path=f"{where}.path", got="nothing", expected="a file, folder or glob", fix="path: /path/to/file.jsonl")
         if settings.max_rows is not None:
             yield from _at_least(f"{where}.max_rows", settings.max_rows, 1)
-        if settings.weight is not None and settings.weight <= 0:
+        if settings.weight is not None and setting == "data.validation":
+            got, expected = f"{settings.weight:g}", "no weight: validation data are all used, once"
+            yield Problem(path=f"{where}.weight", got=got, expected=expected)
+        elif settings.weight is not None and settings.weight <= 0:
             got, expected = f"{settings.weight:g}", "above 0; a source that is not wanted is left out"
             yield Problem(path=f"{where}.weight", got=got, expected=expected, fix="weight: 1")
     without = [where for where, weight in weights.items() if weight is None]
-    if 0 < len(without) < len(weights):
+    if 0 < len(without) < len(weights) and setting == "data.train":
         got = f"no weight for {', '.join(without)} and one for the others"
         yield Problem(path="data.train", got=got, expected="weights for all sources, or for none")
 

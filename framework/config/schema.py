@@ -146,7 +146,7 @@ RowFormat = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "tex
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One of several sources of training data."""
+    """One of several sources of training or validation data."""
 
     path: str = ""
     """As `data.train` with a single source."""
@@ -170,8 +170,8 @@ class DataConfig:
     path is looked up in the working directory, then beside the shipped recipes. Several sources: a list of these, or of {path, format,
     columns, max_rows, weight}. With weights, an epoch has about as many tokens as all sources together, in these proportions at any time;
     the ledger says how often it passes over each source."""
-    validation: str | None = None
-    """The same for validation; None: `validation_fraction` of `train`."""
+    validation: str | list[str | SourceConfig] | None = None
+    """The same for validation, without weights; None: `validation_fraction` of `train`."""
     validation_fraction: float = 0.0
     """Share of `train` rows held out for validation when `validation` is None, 0 to below 1."""
     format: RowFormat = "auto"

@@ -87,6 +87,22 @@ def place(file: Path, number: int) -> str:
     return f"{shown(file)}:{number}" if kind_of(file) in (".jsonl", ".csv") else f"{shown(file)} row {number}"
 
 
+def short_names(paths: list[str]) -> list[str]:
+    """A name for each of several sources, the last part of its path without suffixes, or the whole of it where that is not enough."""
+    names = [_stem(path) for path in paths]
+    names = [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)]
+    return [name if names.count(name) == 1 else f"{name} ({names[:at].count(name) + 1})" for at, name in enumerate(names)]
+
+
+def _stem(path: str) -> str:
+    name = Path(path).name
+    if not name or glob.has_magic(name):
+        return path
+    for suffix in (COMPRESSED, TEXTS + TABLES):
+        name = name.removesuffix(next((known for known in suffix if name.endswith(known)), ""))
+    return name
+
+
 def excerpt(value: Any) -> str:
     """A value of a row, short enough for one line of a message."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -18,17 +18,18 @@ import numpy as np
 from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
+from framework.data.files import short_names
 from framework.data.ledger import Ledger, SourceCounts
 from framework.data.mix import joined, weighted
 from framework.data.order import permutation
 from framework.data.pack import pack
-from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, Wanted, training_sources, validation_source
+from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, Wanted, training_sources, validation_sources
 from framework.data.template import Encoded
 from framework.data.tokenize import Item, encode_rows
 from framework.data.turns import Completion
 from framework.progress import progress
 
-SOURCE_OF = "source_of.npy"
+SOURCE_OF, VALIDATION_SOURCE_OF = "source_of.npy", "validation_source_of.npy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +43,20 @@ class Prepared:
     """Tokens that end a trained turn (for text: the document separator): generation has to stop at them."""
     source_of: np.ndarray | None = None
     """[samples] of `train`: the source of each, where sources have weights."""
+    source_names: tuple[str, ...] = ()
+    """Short, unique names of the sources that validation samples come from."""
+    validation_source_of: np.ndarray | None = None
+    """[samples] of `validation`: the place in `source_names` of the source of each."""
 
     def save(self, folder: Path) -> None:
         """Write for other processes. `folder/train/ready` comes last, so that a reader may wait for it."""
         folder.mkdir(parents=True, exist_ok=True)
         rest = {"validation": self.validation is not None, "stop_ids": self.stop_ids, "ledger": self.ledger.to_json()}
-        rest["weighted"] = self.source_of is not None
+        rest |= {"weighted": self.source_of is not None, "source_names": self.source_names}
         (folder / "prepared.json").write_text(json.dumps(rest, indent=1))
         if self.validation is not None:
             self.validation.save(folder / "validation")
+            np.save(folder / VALIDATION_SOURCE_OF, self.validation_source_of)
         if self.source_of is not None:
             np.save(folder / SOURCE_OF, self.source_of)
         self.train.save(folder / "train")
@@ -67,6 +73,8 @@ class Prepared:
             ledger=Ledger.from_json(rest["ledger"]),
             stop_ids=tuple(rest["stop_ids"]),
             source_of=np.load(folder / SOURCE_OF) if rest["weighted"] else None,
+            source_names=tuple(rest["source_names"]),
+            validation_source_of=np.load(folder / VALIDATION_SOURCE_OF) if rest["validation"] else None,
         )
 
 
@@ -82,27 +90,38 @@ class _EncodedSource:
 
 def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: bool) -> Prepared:
     """Read and tokenise `config.train` and `config.validation`. Raises UserError with the problems of their rows."""
-    parts, held_out, counted, stop_ids = [], [], [], set()
-    wanted = training_sources(config)
+    parts, validation, counted, stop_ids = [], [], [], set()
+    wanted, named = training_sources(config), validation_sources(config)
     for source in wanted:
         encoded = _encode(source, config, tokenizer, show_progress)
         kept, aside = encoded.rows, None
         if config.validation is None and config.validation_fraction > 0:
             kept, aside = _hold_out(encoded, config.validation_fraction, seed)
-            held_out.append(_samples(aside, encoded, config))
+            validation.append(_samples(aside, encoded, config))
         parts.append(_samples(kept, encoded, config))
         counted.append((encoded.counts, kept, 0 if aside is None else len(aside)))
         stop_ids |= encoded.stop_ids
     parts = [_packed(part, config) for part in _mixed(parts, wanted, counted, seed)]
     ledger = Ledger([_counted(counts, kept, part, held_out=aside) for (counts, kept, aside), part in zip(counted, parts, strict=True)])
-    validation = _packed(joined(held_out), config) if held_out else None
-    if (source := validation_source(config)) is not None:
+    validation = [_packed(part, config) for part in validation]
+    for source in named:
         encoded = _encode(source, config, tokenizer, show_progress)
-        validation = _packed(_samples(encoded.rows, encoded, config), config)
-        ledger.sources.append(_counted(encoded.counts, encoded.rows, validation, held_out=0))
-    source_of = None if wanted[0].weight is None else np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    stops = tuple(sorted(stop_ids))
-    return Prepared(train=joined(parts), validation=validation, ledger=ledger, stop_ids=stops, source_of=source_of)
+        validation.append(_packed(_samples(encoded.rows, encoded, config), config))
+        ledger.sources.append(_counted(encoded.counts, encoded.rows, validation[-1], held_out=0))
+    return Prepared(
+        train=joined(parts),
+        validation=joined(validation) if validation else None,
+        ledger=ledger,
+        stop_ids=tuple(sorted(stop_ids)),
+        source_of=None if wanted[0].weight is None else _source_of(parts),
+        source_names=tuple(short_names([source.path for source in named or wanted])) if validation else (),
+        validation_source_of=_source_of(validation) if validation else None,
+    )
+
+
+def _source_of(parts: list[TokenDataset]) -> np.ndarray:
+    """[samples] int64: for each sample of the joined `parts`, which one it is of."""
+    return np.repeat(np.arange(len(parts)), [len(part) for part in parts])
 
 
 def _mixed(parts: list[TokenDataset], wanted: list[Wanted], counted: list, seed: int) -> list[TokenDataset]:

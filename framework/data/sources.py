@@ -1,6 +1,6 @@
 """A setting like `data.train` opened: its files, their row format, and what every row says.
 
-`training_sources` and `validation_source` say which there are. `Wanted.open` finds the files of one and settles each one's format from
+`training_sources` and `validation_sources` say which there are. `Wanted.open` finds the files of one and settles each one's format from
 its first row; `Source.items` then yields what the rows say. Rows that
 are wrong do not stop the reading: their problems are collected, so that a user sees the first few and how many more there are.
 
@@ -50,7 +50,7 @@ class Wanted:
     """A source that the recipe names."""
 
     setting: str
-    """`data.train`, `data.train[0]` where there are several, or `data.validation`."""
+    """`data.train` or `data.validation`, `data.train[0]` where there are several."""
     path: str
     config: DataConfig
     """With the format and the columns of this source."""
@@ -81,7 +81,7 @@ class Source:
     """The files behind one setting, whose rows are all documents, all conversations or all completions."""
 
     setting: str
-    """`data.train`, `data.train[0]` or `data.validation`."""
+    """`data.train`, `data.train[0]`, `data.validation` or `data.validation[0]`."""
     files: tuple[tuple[Path, RowFormat], ...]
     max_rows: int | None = None
 
@@ -117,24 +117,28 @@ def training_sources(config: DataConfig) -> list[Wanted]:
     if not config.train:
         expected = "the training data: a file, folder or glob"
         raise UserError(Problem(path="data.train", got="nothing", expected=expected, fix="data.train=/path/to/file.jsonl"))
-    if isinstance(config.train, str):
-        return [Wanted(setting="data.train", path=config.train, config=config, max_rows=config.max_rows)]
-    return [_listed(number, source, config) for number, source in enumerate(config.train)]
+    return _sources("data.train", config.train, config, config.max_rows)
 
 
-def validation_source(config: DataConfig) -> Wanted | None:
-    return None if config.validation is None else Wanted(setting="data.validation", path=config.validation, config=config)
+def validation_sources(config: DataConfig) -> list[Wanted]:
+    """Those that the recipe names; none where validation data are held out of the training data, or not wanted."""
+    return [] if config.validation is None else _sources("data.validation", config.validation, config, None)
 
 
-def _listed(number: int, source: str | SourceConfig, config: DataConfig) -> Wanted:
-    own = SourceConfig(path=source) if isinstance(source, str) else source
-    return Wanted(
-        setting=f"data.train[{number}]",
-        path=own.path,
-        config=replace(config, format=own.format or config.format, columns=own.columns or config.columns),
-        max_rows=own.max_rows or config.max_rows,
-        weight=own.weight,
-    )
+def _sources(setting: str, value: str | list[str | SourceConfig], config: DataConfig, max_rows: int | None) -> list[Wanted]:
+    if isinstance(value, str):
+        return [Wanted(setting=setting, path=value, config=config, max_rows=max_rows)]
+    listed = [SourceConfig(path=source) if isinstance(source, str) else source for source in value]
+    return [
+        Wanted(
+            setting=f"{setting}[{number}]",
+            path=own.path,
+            config=replace(config, format=own.format or config.format, columns=own.columns or config.columns),
+            max_rows=own.max_rows or max_rows,
+            weight=own.weight,
+        )
+        for number, own in enumerate(listed)
+    ]
 
 
 def _format_of(file: Path, setting: str, config: DataConfig, opened: list[tuple[Path, RowFormat]]) -> RowFormat:
@@ -152,11 +156,10 @@ def _format_of(file: Path, setting: str, config: DataConfig, opened: list[tuple[
 def peek(config: DataConfig) -> list[Problem]:
     """Everything that the first rows of each file tell is wrong with `data.train` and `data.validation`."""
     try:
-        wanted = training_sources(config)
+        wanted = [*training_sources(config), *validation_sources(config)]
     except UserError as error:
         return list(error.problems)
-    validation = validation_source(config)
-    return [problem for source in (*wanted, *([validation] if validation else [])) for problem in _peek(source)]
+    return [problem for source in wanted for problem in _peek(source)]
 
 
 def _peek(wanted: Wanted) -> list[Problem]:

@@ -189,6 +189,11 @@ def test_settings_of_sources_that_make_no_sense_are_named(train, said):
     assert said in "\n".join(map(str, problems))
 
 
+def test_validation_data_have_no_weights():
+    problems = check_settings(RecipeConfig(data=DataConfig(train="a", validation=["b", SourceConfig(path="c", weight=2)])))
+    assert "data.validation[1].weight: got 2\n    expected no weight: validation data are all used, once" in "\n".join(map(str, problems))
+
+
 def test_p37_packs_of_a_mix_keep_the_shares_and_their_documents(chatml, three):
     """Each pack has one source."""
     sources = [SourceConfig(path=three[0], weight=1), SourceConfig(path=three[1], columns=ColumnsConfig(instruction="question"), weight=3)]

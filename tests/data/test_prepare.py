@@ -10,7 +10,8 @@ import pytest
 
 import framework.data.prepare
 from framework.config.errors import UserError
-from framework.config.schema import DataConfig
+from framework.config.schema import DataConfig, SourceConfig
+from framework.data.files import short_names
 from framework.data.prepare import Prepared, prepare
 from framework.data.tokenize import encode_rows
 from framework.data.turns import Conversation, Turn
@@ -212,6 +213,35 @@ def test_a_validation_file_has_its_own_line_in_the_ledger(chatml, write_jsonl):
     prepared = run(chatml, train, validation=validation, validation_fraction=0.5)
     assert (len(prepared.train), len(prepared.validation)) == (3, 2)
     assert [counts.setting for counts in prepared.ledger.sources] == ["data.train", "data.validation"]
+
+
+def test_several_validation_sources_have_names_and_each_sample_knows_its_own(chatml, write_jsonl, tmp_path):
+    files = [write_jsonl([chat(text, "hi")] * rows, f"{text}.jsonl") for text, rows in (("train", 3), ("hello", 2), ("question", 1))]
+    sources = [files[1], SourceConfig(path=files[2], max_rows=1)]
+    prepared = run(chatml, files[0], validation=sources)
+    assert prepared.source_names == ("hello", "question") and prepared.validation_source_of.tolist() == [0, 0, 1]
+    for name, text in zip(("hello", "hello", "question"), texts(chatml, prepared.validation), strict=True):
+        assert name in text
+    assert [counts.setting for counts in prepared.ledger.sources] == ["data.train", "data.validation[0]", "data.validation[1]"]
+    prepared.save(tmp_path / "prepared")
+    loaded = Prepared.load(tmp_path / "prepared")
+    assert loaded.source_names == prepared.source_names
+    assert loaded.validation_source_of.tolist() == prepared.validation_source_of.tolist()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_held_out_samples_know_the_source_that_they_are_from(chatml, write_jsonl, packing):
+    files = [write_jsonl([chat(text, "hi")] * 10, f"{text}.jsonl") for text in ("hello", "question")]
+    prepared = run(chatml, files, validation_fraction=0.3, packing=packing, max_tokens=60)
+    assert prepared.source_names == ("hello", "question")
+    for sample, source in zip(texts(chatml, prepared.validation), prepared.validation_source_of, strict=True):
+        assert prepared.source_names[source] in sample and prepared.source_names[1 - source] not in sample
+    assert run(chatml, files).source_names == () and run(chatml, files).validation_source_of is None
+
+
+def test_names_of_sources_are_short_as_far_as_they_stay_unique():
+    assert short_names(["a/train.jsonl.gz", "b/*.txt", "c/folder/"]) == ["train", "b/*.txt", "folder"]
+    assert short_names(["a/train.jsonl", "b/train.csv", "x", "x"]) == ["a/train.jsonl", "b/train.csv", "x (1)", "x (2)"]
 
 
 def test_max_rows_reads_only_the_first(chatml, write_jsonl):

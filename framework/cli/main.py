@@ -11,6 +11,7 @@ from framework import __version__
 COMMANDS = {
     "train": "train from a recipe: framework train +recipe=llama_sft zero=3",
     "check": "say what a training command would do, or everything that is wrong with it",
+    "prepare": "tokenise the data of a recipe ahead, and look at samples: framework prepare +recipe=llama_sft --show 3",
     "generate": 'let a trained model answer: framework generate --model RUN "a prompt"',
     "export": "write a model as a Hugging Face folder: framework export RUN OUT [--merge]",
     "checkpoint": "what a run has saved and whether it is whole: framework checkpoint ls|show|verify RUN",
@@ -44,6 +45,10 @@ def run(command: str, arguments: Sequence[str]) -> int:
 
         sys.argv = ["framework train", *arguments]
         train_main()
+    if command == "prepare":
+        from framework.cli import prepare
+
+        return prepare.main(arguments)
     if command == "generate":
         from framework.cli import generate
 

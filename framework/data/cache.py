@@ -21,11 +21,11 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -38,6 +38,9 @@ ENTRY = "entry.json"
 LOCK = "lock"
 BLOCKS_CHECKED = 256
 """Of an entry, when it is opened: a gigabyte, in a second or two."""
+WRITING_ERRORS = (
+    errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO,
+)  # fmt: skip
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -219,8 +222,7 @@ def _partial(folder: Path, say: Callable[[str], None]) -> Iterator[Path | None]:
             continue
         with lock:
             if not _locked(lock, partial, say):
-                partial = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.partial")
-                shutil.rmtree(partial, ignore_errors=True)
+                partial = folder.with_name(f"{folder.name}.{uuid4().hex}.partial")
                 partial.mkdir()
                 yield partial
                 return
@@ -288,8 +290,7 @@ def _readable_errors(root: Path, writer: EntryWriter | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reasons = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG, errno.EIO)
-        if error.errno not in reasons:
+        if error.errno not in WRITING_ERRORS:
             raise
         after = f", after {writer.nbytes / 1e9:.3f} GB of tokens" if writer is not None and writer.nbytes else ""
         expected = "a folder for tokenised data, with room for about 5 bytes per token"

@@ -1,7 +1,8 @@
-"""Plain text to tokens, without a chat template: documents, and prompts with their completions.
+"""Rows to tokens without a chat template: documents, prompts with their completions, and what is tokens already.
 
     document     [bos]  A  document .  eos          trained: all but the first token, which nothing predicts
     completion   [bos]  2 + 3 =  |  5  eos          trained: from the bar on
+    ids          as they are                        trained: what the row says
 
 The beginning-of-sequence token is there where the tokenizer itself puts one.
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from framework.config.errors import Problem, UserError
 from framework.data.template import Encoded
-from framework.data.turns import Completion, Passage
+from framework.data.turns import Completion, Passage, Pretokenised
 
 CHARACTERS_AT_ONCE = 1 << 20
 """Of documents, in one call of the tokenizer."""
@@ -111,6 +112,26 @@ class CompletionEncoder:
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class IdsEncoder:
+    """Takes samples that are ids already, and looks whether they are ids of this tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.vocabulary = len(tokenizer)
+        self.special_ids = set(tokenizer.all_special_ids)
+
+    def encode(self, rows: list[tuple[str, Pretokenised]]) -> list[Encoded | UserError]:
+        return [self._checked(where, row) for where, row in rows]
+
+    def _checked(self, where: str, row: Pretokenised) -> Encoded | UserError:
+        unknown = next((at for at, index in enumerate(row.ids) if not 0 <= index < self.vocabulary), None)
+        if unknown is not None:
+            got = f"the id {row.ids[unknown]} at position {unknown + 1:,} of {len(row.ids):,}"
+            expected = f"ids of this tokenizer, 0 to {self.vocabulary - 1:,}"
+            return UserError(Problem(path=where, got=got, expected=expected, fix="model.tokenizer=/the/one/that/made/the/ids"))
+        stops = (row.ids[-1],) if row.trained[-1] and row.ids[-1] in self.special_ids else ()
+        return Encoded(np.array(row.ids, np.int32), np.array([False, *row.trained[1:]]), stops)
 
 
 def _start(tokenizer: Any) -> list[int]:

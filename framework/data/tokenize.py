@@ -16,8 +16,7 @@ from typing import Any
 from framework.config.errors import UserError
 from framework.config.schema import TrainOn
 from framework.data.conversations import Yields
-from framework.data.ids import IdsEncoder
-from framework.data.plain import CHARACTERS_AT_ONCE, CompletionEncoder, TextEncoder
+from framework.data.plain import CHARACTERS_AT_ONCE, CompletionEncoder, IdsEncoder, TextEncoder
 from framework.data.sources import Item
 from framework.data.template import ChatEncoder, Encoded
 from framework.data.turns import Passage

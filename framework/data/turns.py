@@ -19,8 +19,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from framework.config.errors import Problem, UserError
 from framework.config.schema import ColumnsConfig
 from framework.data.files import TABLES, Row, excerpt, kind_of
@@ -79,14 +77,12 @@ class Passage:
         return self.begins and not self.goes_on
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Pretokenised:
     """A sample that is tokens already."""
 
-    ids: np.ndarray
-    """[tokens] int64"""
-    trained: np.ndarray
-    """[tokens] bool"""
+    ids: list[int]
+    trained: list[bool]
 
 
 def read_turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:

@@ -50,9 +50,12 @@ def check_adapter_path(path: str, setting: str) -> list[Problem]:
     return [Problem(path=setting, got=path, expected=f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, or a run that made one")]
 
 
-def resolve(path: str, setting: str = "model.path") -> Path:
-    """The local file or folder that `path` names; a hub name is downloaded once. Raises UserError when there is none."""
-    return _local_path(path, setting) or _download(path, setting)
+def resolve(path: str, setting: str = "model.path", *, weights: bool = True) -> Path:
+    """The local file or folder that `path` names; a hub name is downloaded once, without `weights` if they are not needed.
+
+    Raises UserError when there is none.
+    """
+    return _local_path(path, setting) or _download(path, setting, weights)
 
 
 def export_of_run(path: str, setting: str = "--model") -> str:
@@ -147,11 +150,12 @@ def _check_hub(name: str, setting: str) -> list[Problem]:
     return []
 
 
-def _download(name: str, setting: str) -> Path:
+def _download(name: str, setting: str, weights: bool) -> Path:
     import huggingface_hub
 
+    wanted = HUB_FILES if weights else [pattern for pattern in HUB_FILES if pattern != "*.safetensors"]
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # as above
         raise UserError(_hub_problem(name, setting, error)) from error
 

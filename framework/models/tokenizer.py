@@ -33,7 +33,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerFast:
     if source is None:
         problem = Problem(path="model.tokenizer", got="null, and no model.path", expected="a folder, file or name with a tokenizer")
         raise UserError(problem)
-    tokenizer = tokenizer_from(resolve(source, setting), setting)
+    tokenizer = tokenizer_from(resolve(source, setting, weights=False), setting)
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(model.chat_template).expanduser())
     return tokenizer

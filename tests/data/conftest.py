@@ -11,25 +11,26 @@ import pytest
 from tests.data.templates import BOS_EOS, CHATML, CORPUS, SPECIAL
 
 
-@pytest.fixture(scope="session")
-def tokenizer_with() -> Callable:
-    """`tokenizer_with(template)`: the tiny tokenizer with that chat template; pad = eos, as in many released models."""
+def make_tokenizer(template: str | None):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    def make(template: str | None):
-        core = Tokenizer(models.BPE())
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False))
-        core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-        bos, eos = BOS_EOS.get(template, ("<s>", "</s>"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos, pad_token=eos)
-        tokenizer.chat_template = template
-        return tokenizer
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False))
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    bos, eos = BOS_EOS.get(template, ("<s>", "</s>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=eos, pad_token=eos)
+    tokenizer.chat_template = template
+    return tokenizer
 
-    return make
+
+@pytest.fixture(scope="session")
+def tokenizer_with() -> Callable:
+    """`tokenizer_with(template)`: the tiny tokenizer with that chat template; pad = eos, as in many released models."""
+    return make_tokenizer
 
 
 @pytest.fixture(scope="session")

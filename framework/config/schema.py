@@ -173,7 +173,8 @@ class DataConfig:
 
     train: str | list[str | SourceConfig] | None = None
     """File, folder or glob: `.jsonl .json .csv .txt`, these also with `.gz .bz2 .xz .zst`, and `.parquet .arrow .feather`. A relative
-    path is looked up in the working directory, then beside the shipped recipes. Several sources: a list of these, or of {path, format,
+    path is looked up in the working directory, then beside the shipped recipes. `hub://org/name[:split]` is a data set of the Hugging Face
+    hub (`hub://NAME[:[CONFIG/]SPLIT][@REVISION]`), downloaded once. Several sources: a list of these, or of {path, format,
     columns, max_rows, weight}. With weights, an epoch has about as many tokens as all sources together, in these proportions at any time;
     the ledger says how often it passes over each source."""
     validation: str | list[str | SourceConfig] | None = None

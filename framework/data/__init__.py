@@ -1,8 +1,9 @@
 """From a user's files to batches: sources -> conversations -> tokens and masks -> batches, with a ledger of what became of every row.
 
-Each step is one file: `files` (which files), `read`, `read_texts` and `read_tables` (their rows), `conversations` and `turns` (what a row
-says), `sources` (all files of a setting, first look), `template` and `tool_template` (turns to tokens and trained spans), `plain` (the same
-for text without a template), `tokenize` (many rows, in parallel), `dataset` (flat arrays), `prepare` (all of the above in call order),
-`order` and `batches` (optimizer steps of one rank), `ledger` and `show` (what a person looks at). Import from those files: this one
-imports nothing, so that a first look at a data file needs neither torch nor transformers.
+Each step is one file. Which files: `files`, `hub`. Their rows: `read`, `read_texts`, `read_tables`. What a row says: `conversations`,
+`turns`, `ids`; all files of a setting: `sources`. Turns to tokens and trained spans: `template`, `tool_template`; the same without a
+template: `plain`; many rows, in parallel: `tokenize`. A source in tokens, made once: `source_tokens`, `fingerprint`, `cache`. Choosing among
+tokens without a copy: `flat`, `dataset`, `mix`, `pack`. All of this in call order: `prepare`; for other processes: `handoff`. Optimizer
+steps of one rank: `order`, `batches`. What a person looks at: `ledger`, `show`. Import from those files: this one imports nothing, so that
+a first look at a data file needs neither torch nor transformers.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = f"one of {' '.join(TEXTS + TABLES)}, or {' '.join(COMPRESSED)} of the first {len(TEXTS)}, as in train.jsonl.gz"
 WRITTEN_BY_DATASETS = ("dataset_info.json", "state.json")
 """What `save_to_disk` of `datasets` puts beside its Arrow files."""
+HUB_NAME = re.compile(r"[\w-]+/[\w-]+")
 EXCERPT_CHARACTERS = 60
 
 
@@ -51,21 +53,22 @@ def find_files(path: str, setting: str) -> list[Path]:
     for place in places:
         candidate = place / expanded
         if candidate.is_file():
-            return [_readable(candidate, setting)]
+            return [readable(candidate, setting)]
         if candidate.is_dir():
             return _files_in(candidate, setting)
         matches = sorted(Path(match) for match in glob.glob(str(candidate), recursive=True)) if glob.has_magic(expanded) else []
         files = [match for match in matches if match.is_file()]
         if files:
-            return [_readable(file, setting) for file in files]
+            return [readable(file, setting) for file in files]
     kind = "a pattern that matches no file" if glob.has_magic(expanded) else "a path that does not exist"
+    may_be_hub = f"   (or {setting}=hub://{path})" if HUB_NAME.fullmatch(path) else ""
     looked = expanded if os.path.isabs(expanded) else " or ".join(str(place / expanded) for place in places)
     raise UserError(
         Problem(
             path=setting,
             got=f"{path!r}, {kind}",
             expected=f"a file, folder or glob; looked for {looked}",
-            fix=f"{setting}=/path/to/file.jsonl",
+            fix=f"{setting}=/path/to/file.jsonl{may_be_hub}",
         )
     )
 
@@ -114,7 +117,8 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "..."
 
 
-def _readable(file: Path, setting: str) -> Path:
+def readable(file: Path, setting: str) -> Path:
+    """`file`; UserError where it is of a kind that nothing here reads."""
     if kind_of(file) not in TEXTS + TABLES:
         raise UserError(Problem(path=setting, got=f"{shown(file)}, a {file.suffix or 'suffix-less'} file", expected=KNOWN))
     return file

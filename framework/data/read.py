@@ -19,7 +19,7 @@ from typing import BinaryIO
 from framework.config.errors import Problem
 from framework.data.files import COMPRESSED, Row, kind_of, shown
 from framework.data.read_tables import arrow, parquet, parquet_head
-from framework.data.read_texts import csv_records, document, json_array, json_lines
+from framework.data.read_texts import csv_records, document, json_array, json_lines, other_encoding
 
 PEEKED_CHARACTERS = 1 << 20
 """Of a `.txt` file, for a first look."""
@@ -54,7 +54,9 @@ def _rows(file: Path, most_characters: int = -1) -> Iterator[Row | Problem]:
         yield from arrow(file)
         return
     with open_bytes(file) as source:
-        if kind == ".jsonl":
+        if (problem := other_encoding(file, source)) is not None:
+            yield problem
+        elif kind == ".jsonl":
             yield from json_lines(file, source)
         elif kind == ".json":
             yield from json_array(file, source)

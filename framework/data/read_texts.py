@@ -29,6 +29,16 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ARRAY_OR_LINES = "a JSON array of objects, or one JSON object per line"
 
 
+def other_encoding(file: Path, source: BinaryIO) -> Problem | None:
+    """What is wrong with a file that begins as UTF-16 or UTF-32 do, with their byte order mark or with zeros beside the letters."""
+    start = source.peek(PEEKED_BYTES)[:4]
+    if not (start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start):
+        return None
+    name = "UTF-32" if b"\0\0" in start else "UTF-16"
+    fix = f"iconv -f {name} -t UTF-8 {file.name} > utf8_{file.name}"
+    return Problem(path=shown(file), got=f"a file that begins as {name} does ({start!r})", expected="UTF-8 text", fix=fix)
+
+
 def json_lines(file: Path, source: BinaryIO, expected: str = "one JSON object per line") -> Iterator[Row | Problem]:
     for number, line, is_whole in _lines(source):
         if not is_whole:

@@ -17,6 +17,7 @@ from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig, SourceConfig
 from framework.data.conversations import RowFormat, Yields, choose_format, parse
 from framework.data.files import Row, find_files, shown
+from framework.data.hub import SCHEME, hub_files, hub_name
 from framework.data.read import first_rows, read_rows
 from framework.data.turns import Completion, Conversation, Passage, Pretokenised
 
@@ -58,6 +59,10 @@ class Wanted:
     max_rows: int | None = None
     weight: float | None = None
 
+    @property
+    def is_on_hub(self) -> bool:
+        return self.path.startswith(SCHEME)
+
     def open(self) -> Source:
         """Raises UserError for missing or empty files, unknown columns, and a mix of documents, conversations and completions."""
         faults = Faults()
@@ -69,7 +74,8 @@ class Wanted:
     def files(self, faults: Faults) -> list[tuple[Path, RowFormat]]:
         """Each file that can be read, with its format; what is wrong with the others goes to `faults`. UserError where there is no file."""
         opened: list[tuple[Path, RowFormat]] = []
-        for file in find_files(self.path, self.setting):
+        found = hub_files(self.path, self.setting) if self.is_on_hub else find_files(self.path, self.setting)
+        for file in found:
             try:
                 opened.append((file, _format_of(file, self.setting, self.config, opened)))
             except UserError as error:
@@ -170,6 +176,9 @@ def peek(config: DataConfig) -> list[Problem]:
 def _peek(wanted: Wanted) -> list[Problem]:
     faults = Faults()
     try:
+        if wanted.is_on_hub:  # nothing is downloaded for a first look
+            hub_name(wanted.path, wanted.setting)
+            return []
         for file, form in wanted.files(faults)[:PEEKED_FILES]:
             for row in first_rows(file, min(PEEKED_ROWS, wanted.max_rows or PEEKED_ROWS)):
                 try:

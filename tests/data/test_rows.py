@@ -15,6 +15,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+import framework.data.read_texts
 from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
 from framework.data.files import Row, find_files
@@ -258,6 +259,17 @@ def test_a_line_of_300_mb_is_named_without_being_held(tmp_path, name, start, end
     assert int(megabytes) < 400
 
 
+def test_a_document_is_read_in_blocks_that_join_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(framework.data.read_texts, "DOCUMENT_CHARACTERS", 10)
+    text = "h\u00e9llo the user \u2713" * 7
+    (tmp_path / "a.txt").write_text(text)
+    rows = list(read_rows(tmp_path / "a.txt"))
+    assert "".join(row.value for row in rows) == text and max(len(row.value) for row in rows) == 10 and {row.number for row in rows} == {1}
+    assert [row.goes_on for row in rows] == [True] * (len(rows) - 1) + [False]
+    (tmp_path / "a.txt").write_bytes(text.encode() + b"\xff")
+    assert isinstance(list(read_rows(tmp_path / "a.txt"))[-1], Problem)
+
+
 @pytest.mark.parametrize("ending", ['{"text": oops}]', '{"text": "y"', '{"text": "y"}', '{"text": "y"},'])
 def test_a_broken_json_array_names_the_row(tmp_path, ending):
     (tmp_path / "a.json").write_text('[{"text": "x"}, ' + ending)
@@ -278,6 +290,18 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9t\xe9"}\n')
     problem = list(read_rows(tmp_path / "a.jsonl"))[1]
     assert problem.path.endswith("a.jsonl:2") and "UTF-8" in problem.got
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.jsonl", '{"text": "x"}'), ("a.json", '[{"text": "x"}]'), ("a.csv", "text\nx"), ("a.txt", "hello"),
+])  # fmt: skip
+def test_a_file_in_another_unicode_is_told_as_such_with_the_command_that_makes_it_utf8(tmp_path, encoding, name, text):
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    (problem,) = read_rows(tmp_path / name)
+    is_named = encoding[:6].upper()
+    assert f"begins as {is_named} does" in problem.got and problem.fix.startswith(f"iconv -f {is_named} -t UTF-8 a.")
+    assert [peeked.got for peeked in peek(DataConfig(train=str(tmp_path / name)))] == [problem.got]
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):

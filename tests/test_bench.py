@@ -1,4 +1,4 @@
-"""The benchmark of the engine runs and compares like with like. What it measures of time is not looked at here."""
+"""The benchmarks of engine and data run and compare like with like. What they measure of time is not looked at here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+DATA = Path(__file__).parent.parent / "scripts" / "bench" / "data.py"
 ENGINE = Path(__file__).parent.parent / "scripts" / "bench" / "engine.py"
 OURS = {f"ours-{stage}" for stage in range(4)}
 TORCHS = {"ddp", "fsdp2-keep", "fsdp2-reshard"}
@@ -67,3 +68,32 @@ def test_the_c_library_counts_the_model_state_that_the_engine_says_it_holds(run)
     for name in OURS:
         row = rows_of(run[1])[name]
         assert 0 <= row["resting_bytes"] - row["own_resting_bytes"] < 2**20, name
+
+
+# ---- data
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """(printed text, what --json wrote) of one quick run."""
+    written = tmp_path_factory.mktemp("bench") / "measured.json"
+    done = subprocess.run([sys.executable, DATA, "--quick", "--json", written], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(written.read_text())
+
+
+def test_the_benchmark_of_data_makes_the_tokens_that_datasets_makes(data):
+    """It ends with an error where they differ in number."""
+    printed, measured = data
+    assert f"preparing {measured['preparing']['tokens']:,} tokens of text" in printed and measured["preparing"]["tokens"] > 10_000
+
+
+def test_packs_are_fuller_than_those_of_first_fit(data):
+    for row in data[1]["packing"]:
+        assert row["unpacked"] < row["first_fit"] < row["ours"] <= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's own memory from mapped files")
+def test_memory_grows_by_less_than_the_tokens_of_a_row(data):
+    """They alone have 120 bytes; their text, and Python's objects for it, many times that."""
+    small, large = data[1]["memory"]
+    assert large["tokens"] / large["rows"] > 23
+    assert large["peak_bytes"] - small["peak_bytes"] < 2**22 + 120 * (large["rows"] - small["rows"])

@@ -141,6 +141,11 @@ def _sources(setting: str, value: str | list[str | SourceConfig], config: DataCo
     ]
 
 
+def holds_conversations(config: DataConfig) -> bool:
+    """Whether the first of the training sources has conversations, and no plain text."""
+    return training_sources(config)[0].open().yields == "conversations"
+
+
 def _format_of(file: Path, setting: str, config: DataConfig, opened: list[tuple[Path, RowFormat]]) -> RowFormat:
     """How the rows of `file` are read, which must yield what those of the files `opened` before do. Raises UserError."""
     form = choose_format(_first_good_row(file, setting), config.format, config.columns)

@@ -6,14 +6,17 @@ The suite never reaches for a model hub: what it needs beyond the repository com
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 # Before anything imports torch. Many processes share few cores here: two threads each would make all of them several times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.update(
     {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 )
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="framework-cache-")  # tokenised data of all tests, and of what they start
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would otherwise look up the machine's name, which need not resolve
 
@@ -23,6 +26,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 import pytest
 
 from tests.pool import Pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache():
+    yield
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

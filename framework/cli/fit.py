@@ -196,7 +196,7 @@ def page(plan: Plan, prepared: Prepared) -> str:
 
 
 def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Place) -> Prepared:
-    """The data, tokenised by this machine's first rank; its other ranks map what it has written."""
+    """The data, tokenised by this machine's first rank, or by an earlier run; its other ranks map what the first one has written."""
     if place.local_rank == 0:
         prepared = prepare(recipe.data, tokenizer, seed=recipe.seed, show_progress=place.rank == 0)
     if place.local_world_size == 1:
@@ -205,11 +205,11 @@ def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Pla
     if place.local_rank == 0:
         prepared.save(folder)
         return prepared
-    while not (
-        folder / "train" / "ready"
-    ).exists():  # no collective, so no time limit; the supervisor ends this rank when the first one fails
-        time.sleep(WAIT_SECONDS)
-    return Prepared.load(folder)
+    while True:  # no collective, so no time limit; the supervisor ends this rank when the first one fails
+        try:
+            return Prepared.load(folder)
+        except FileNotFoundError:
+            time.sleep(WAIT_SECONDS)
 
 
 def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepared, world_size: int) -> Plan:
@@ -239,17 +239,17 @@ def digest_of(pretrained: Pretrained) -> str:
 
 
 def facts_of(dataset: TokenDataset, source_of: np.ndarray | None = None) -> DataFacts:
-    """`source_of`: the sources of a weighted mix, which the order of samples depends on."""
+    """`source_of`: the sources of a weighted mix, which the order of samples depends on. Reads no token."""
     digest = hashlib.sha256()
-    for array in (dataset.ids, dataset.trained, dataset.offsets, dataset.document_offsets, source_of):
-        digest.update(b"" if array is None else np.ascontiguousarray(array))
+    dataset.identify(digest)
+    digest.update(b"" if source_of is None else np.ascontiguousarray(source_of))
     return DataFacts(
         samples=len(dataset),
         tokens=dataset.total_tokens,
         trained_tokens=dataset.trained_tokens,
         longest=dataset.longest,
         packed=dataset.documents if dataset.is_packed else None,
-        largest_id=int(dataset.ids.max()),
+        largest_id=dataset.ids.largest,
         digest=digest.hexdigest(),
     )
 

@@ -138,10 +138,16 @@ class ColumnsConfig:
     """alpaca: earlier [question, answer] pairs (usual: `history`)."""
     text: str | None = None
     """text: the document (usual: `text`)."""
+    input_ids: str | None = None
+    """ids: the tokens of a sample (usual: `input_ids`)."""
+    labels: str | None = None
+    """ids: the same, or -100 where a token is not trained (usual: `labels`)."""
+    loss_mask: str | None = None
+    """ids: in place of labels, 1 for each token that is trained, else 0 (usual: `loss_mask`, `trained`)."""
 
 
 TrainOn = Literal["assistant", "last", "all"]
-RowFormat = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"]
+RowFormat = Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text", "ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +181,8 @@ class DataConfig:
     validation_fraction: float = 0.0
     """Share of `train` rows held out for validation when `validation` is None, 0 to below 1."""
     format: RowFormat = "auto"
-    """How a row is read; auto: by the columns found. completion: `prompt` with `completion`, text (no chat template) or turns."""
+    """How a row is read; auto: by the columns found. completion: `prompt` with `completion`, text (no chat template) or turns. ids: tokens
+    already, with `labels` (-100 for what is not trained) or a `loss_mask`, or all trained."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     train_on: TrainOn = "assistant"
     """Whose tokens of a conversation are targets of the loss: the assistant's answers, only its last one, or all. An answer of weight 0
@@ -193,6 +200,9 @@ class DataConfig:
     """New order every epoch, a pure function of (seed, epoch)."""
     num_workers: int = 1
     """Processes that tokenise."""
+    cache_dir: str | None = None
+    """Tokenised data are kept here, 5 bytes per token, and used again by every run with the same files, tokenizer and template; may be
+    deleted at any time. None: `$XDG_CACHE_HOME/framework`, which is `~/.cache/framework` where that is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)

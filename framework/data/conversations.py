@@ -1,10 +1,11 @@
-"""What a row says: the turns of a conversation, a prompt with its completion, or a document, read from one of five row formats.
+"""What a row says: the turns of a conversation, a prompt with its completion, or a document, read from one of six row formats.
 
     messages    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
     sharegpt    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     completion  {"prompt": "Hi", "completion": " Hello"} is plain text; two lists of messages are a conversation with a given start
     alpaca      {"instruction": "Add.", "input": "2 and 3", "output": "5", "system": "...", "history": [["Hi", "Hello"]]}
     text        {"text": "A document."}, or a .txt file
+    ids         {"input_ids": [...], "labels": [...]}, tokens already (`ids.py`)
 
 `choose_format` settles the format and the column names once per file; `parse` reads one row with them, `turns` its single turns. All raise
 UserError and never guess: a wrong column, role or type names the row, what was found, and the setting to write. Needs neither torch nor a
@@ -19,7 +20,8 @@ from typing import Literal
 from framework.config.errors import Problem, UserError
 from framework.config.schema import ColumnsConfig
 from framework.data.files import Row, excerpt
-from framework.data.turns import Completion, Conversation, Turn, listed, read_tools, read_turn, text_in, wrong
+from framework.data.ids import MASKS, read_ids
+from framework.data.turns import Completion, Conversation, Pretokenised, Turn, listed, read_tools, read_turn, text_in, wrong
 
 USUAL_COLUMNS = {
     "messages": ColumnsConfig(messages="messages", role="role", content="content", system="system", tools="tools"),
@@ -27,6 +29,7 @@ USUAL_COLUMNS = {
     "completion": ColumnsConfig(prompt="prompt", completion="completion", role="role", content="content", system="system", tools="tools"),
     "alpaca": ColumnsConfig(instruction="instruction", input="input", output="output", system="system", history="history"),
     "text": ColumnsConfig(text="text"),
+    "ids": ColumnsConfig(input_ids="input_ids", labels="labels", loss_mask="loss_mask"),
 }
 REQUIRED = {
     "messages": ("messages",),
@@ -34,6 +37,7 @@ REQUIRED = {
     "completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
+    "ids": ("input_ids",),
 }
 
 # Names that other data sets use for the required columns: they make the mapping to write, never a silent choice.
@@ -44,9 +48,10 @@ LIKELY_NAMES = {
     "instruction": ("instruction", "prompt", "question", "query", "problem", "input"),
     "output": ("output", "answer", "response", "completion", "reply", "solution", "target", "chosen"),
     "text": ("text", "content", "document", "body", "article", "passage"),
+    "input_ids": ("input_ids", "token_ids", "tokens", "ids"),
 }
-Kind = Literal["messages", "sharegpt", "completion", "alpaca", "text"]
-Yields = Literal["conversations", "completions", "documents"]
+Kind = Literal["messages", "sharegpt", "completion", "alpaca", "text", "ids"]
+Yields = Literal["conversations", "completions", "documents", "ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +85,15 @@ def choose_format(row: Row, wanted: str, mapping: ColumnsConfig) -> RowFormat:
     raise UserError(_wrong_columns(row, kinds, mapping))
 
 
-def parse(row: Row, form: RowFormat) -> Conversation | Completion | str:
-    """The conversation, the completion or (for `text`) the document in `row`. Raises UserError that names the row."""
+def parse(row: Row, form: RowFormat) -> Conversation | Completion | Pretokenised | str:
+    """The conversation, the completion, the tokens or (for `text`) the document in `row`. Raises UserError that names the row."""
     if isinstance(row.value, str):
         return row.value
     columns = form.columns
     if form.kind == "text":
         return text_in(row, row.value, columns.text, f"`{columns.text}`")
+    if form.kind == "ids":
+        return read_ids(row, columns)
     if form.yields == "completions":
         return _completion(row, columns)
     if form.kind == "completion":
@@ -103,7 +110,7 @@ def _yields(row: Row, kind: Kind, columns: ColumnsConfig) -> Yields:
     if kind == "completion":
         is_text = any(isinstance(row.value[column], str) for column in (columns.prompt, columns.completion))
         return "completions" if is_text else "conversations"
-    return "documents" if kind == "text" else "conversations"
+    return {"text": "documents", "ids": "ids"}.get(kind, "conversations")
 
 
 def _completion(row: Row, columns: ColumnsConfig) -> Completion:
@@ -157,7 +164,10 @@ def _mapping_fits(row: Row, kind: str, mapping: ColumnsConfig) -> bool:
 
 
 def _with_turn_keys(form: RowFormat, row: Row, mapping: ColumnsConfig) -> RowFormat:
-    """Messages and ShareGPT differ in the keys of a turn; the first turn settles them where the mapping does not."""
+    """Messages and ShareGPT differ in the keys of a turn; the first turn settles them where the mapping does not. Masks have two names."""
+    if form.kind == "ids" and mapping.loss_mask is None:
+        named = next((name for name in MASKS if name in row.value), form.columns.loss_mask)
+        return replace(form, columns=replace(form.columns, loss_mask=named))
     if form.kind not in ("messages", "sharegpt"):
         return form
     turns = row.value[form.columns.messages]

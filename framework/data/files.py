@@ -33,6 +33,8 @@ class Row:
     file: Path
     number: int
     value: dict[str, Any] | str
+    goes_on: bool = False
+    """The next one is more of the same text."""
 
     @property
     def where(self) -> str:

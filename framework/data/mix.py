@@ -17,6 +17,7 @@ import numpy as np
 
 from framework.config.errors import Problem, UserError
 from framework.data.dataset import TokenDataset
+from framework.data.flat import Chained
 from framework.data.order import permutation
 
 MOST_DEVIATION = 0.005
@@ -59,14 +60,13 @@ def joined(parts: Sequence[TokenDataset]) -> TokenDataset:
     """All samples of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
-    everything = TokenDataset(
-        np.concatenate([part.ids for part in parts]),
-        np.concatenate([part.trained for part in parts]),
+    return TokenDataset(
+        Chained([part.ids for part in parts]),
+        Chained([part.trained for part in parts]),
         _following([part.offsets for part in parts]),
         _following([part.document_offsets for part in parts]) if parts[0].is_packed else None,
+        trained_counts=np.concatenate([part.trained_counts for part in parts]),
     )
-    assert everything.longest == max(part.longest for part in parts), "samples come out as they went in"
-    return everything
 
 
 def _following(offsets: Sequence[np.ndarray]) -> np.ndarray:

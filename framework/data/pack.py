@@ -28,7 +28,8 @@ def pack(dataset: TokenDataset, max_tokens: int) -> TokenDataset:
     order = np.argsort(pack_of, kind="stable")
     samples_before = np.searchsorted(pack_of[order], np.arange(pack_of.max() + 2))  # of each pack, and of the end
     documents = dataset.select(order)
-    return TokenDataset(documents.ids, documents.trained, documents.offsets[samples_before], documents.offsets)
+    offsets = documents.offsets[samples_before]
+    return TokenDataset(documents.ids, documents.trained, offsets, documents.offsets, trained_counts=documents.trained_counts)
 
 
 def best_fit(lengths: np.ndarray, max_tokens: int) -> np.ndarray:

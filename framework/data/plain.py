@@ -10,23 +10,25 @@ tokenised by itself, too, which is how the model will be asked to go on.
 
 [Note: long documents] A tokenizer takes many times the size of a text while it works, so a long document is tokenised in pieces.
 It is cut where a word begins, and only where that changes no token: the text around the cut, tokenised whole and in two parts, must
-give the same ids. Tokenizers that put a space before every text (those of Llama 2) have no such place and take the document whole.
+give the same ids. Tokenizers that put a space before every text (those of Llama 2) put it back where the cut has left it out. A tokenizer
+that can be cut nowhere takes a document whole, up to a length at which memory would run out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from framework.config.errors import Problem, UserError
 from framework.data.template import Encoded
-from framework.data.turns import Completion
+from framework.data.turns import Completion, Passage
 
 CHARACTERS_AT_ONCE = 1 << 20
 """Of documents, in one call of the tokenizer."""
+MOST_UNCUT_CHARACTERS = 1 << 26
 AROUND_A_CUT = 512
 """Characters on each side that are tokenised to see whether a cut changes a token; words are shorter."""
 CUTS_TRIED = 8
@@ -34,57 +36,55 @@ WORD_STARTS = re.compile(r"(?<=\S)(?=\s)|(?<=\W)(?=\w)")
 
 
 class TextEncoder:
-    """Encodes documents."""
+    """Encodes documents: in pieces, each of which may be encoded by another process."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.start, self.eos_id = tokenizer, _start(tokenizer), _eos_id(tokenizer, "to separate documents")
 
-    def encode(self, documents: list[tuple[str, str]]) -> list[Encoded | UserError]:
-        found: list[list[np.ndarray]] = [[] for _ in documents]
-        pieces = ((number, piece) for number, (_, text) in enumerate(documents) for piece in self._pieces(text))
-        for batch in _batches(pieces):
-            for (number, _), ids in zip(batch, self._ids([piece for _, piece in batch]), strict=True):
-                found[number].append(np.array(ids, dtype=np.int32))
-        rows = [np.concatenate([np.array(self.start, np.int32), *parts, np.array([self.eos_id], np.int32)]) for parts in found]
-        return [Encoded(ids, np.arange(len(ids)) > 0, (self.eos_id,)) for ids in rows]
+    def encode(self, pieces: list[tuple[str, Passage]]) -> list[Encoded]:
+        """(place of the document, a piece that `pieces` has cut), in tokens; one call of the tokenizer for all."""
+        rows = []
+        for (_, piece), ids in zip(pieces, self._ids([piece.text for _, piece in pieces]), strict=True):
+            ids = np.array([*(self.start if piece.begins else ()), *ids, *(() if piece.goes_on else (self.eos_id,))], np.int32)
+            trained = np.arange(len(ids)) > (0 if piece.begins else -1)
+            rows.append(Encoded(ids, trained, (self.eos_id,), more=piece.goes_on))
+        return rows
 
-    def _pieces(self, text: str) -> Iterator[str]:
-        """`text` in pieces whose tokens are those of the whole: [Note: long documents]."""
-        start, end = 0, CHARACTERS_AT_ONCE
-        while end < len(text):
-            cut = self._cut(text, end - CHARACTERS_AT_ONCE // 2, end)
-            if cut is not None:
-                yield text[start:cut]
-                start = cut
-            end = cut + CHARACTERS_AT_ONCE if cut is not None else end + CHARACTERS_AT_ONCE // 2
-        yield text[start:]
+    def pieces(self, documents: Iterable[tuple[str, Passage]]) -> Iterator[tuple[str, Passage]]:
+        """Documents in pieces whose tokens together are those of the whole: [Note: long documents]. Raises UserError."""
+        text, end, begins = "", CHARACTERS_AT_ONCE, True  # `end`: up to there a place to cut was looked for
+        for where, passage in documents:
+            text += passage.text
+            while end + (AROUND_A_CUT if passage.goes_on else 0) < len(text):
+                cut = self._cut(text, end - CHARACTERS_AT_ONCE // 2, end)
+                if cut is None:
+                    end += CHARACTERS_AT_ONCE // 2
+                    continue
+                stop, start = cut
+                yield where, Passage(text[:stop], begins, goes_on=True)
+                text, end, begins = text[start:], CHARACTERS_AT_ONCE, False
+            if not passage.goes_on:
+                yield where, Passage(text, begins)
+                text, end, begins = "", CHARACTERS_AT_ONCE, True
+            elif len(text) > MOST_UNCUT_CHARACTERS:
+                got = f"{MOST_UNCUT_CHARACTERS:,} characters in which this tokenizer's tokens have no place to be cut"
+                expected = "several documents (a row each), or text with words"
+                raise UserError(Problem(path=where, got=got, expected=expected))
 
-    def _cut(self, text: str, first: int, last: int) -> int | None:
-        """A place from `first` to `last` where `text` may be cut; None: none was found."""
+    def _cut(self, text: str, first: int, last: int) -> tuple[int, int] | None:
+        """A place from `first` to `last` where `text` may be cut: where the piece before it ends and the next one begins."""
         places = [match.start() for match in WORD_STARTS.finditer(text, max(first, last - AROUND_A_CUT), last)]
         for place in reversed(places[-CUTS_TRIED:]):
-            before, after = text[place - AROUND_A_CUT : place], text[place : place + AROUND_A_CUT]
-            whole, left, right = self._ids([before + after, before, after])
-            if whole == left + right:
-                return place
+            before = text[place - AROUND_A_CUT : place]
+            for start in (place, place + 1) if text[place] == " " else (place,):
+                after = text[start : place + AROUND_A_CUT]
+                whole, left, right = self._ids([before + text[place:start] + after, before, after])
+                if whole == left + right:
+                    return place, start
         return None
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Pieces for one call each of the tokenizer, of at most CHARACTERS_AT_ONCE where they are not longer themselves."""
-    batch: list[tuple[int, str]] = []
-    characters = 0
-    for number, piece in pieces:
-        if batch and characters + len(piece) > CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-        batch.append((number, piece))
-        characters += len(piece)
-    if batch:
-        yield batch
 
 
 class CompletionEncoder:

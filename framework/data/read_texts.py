@@ -1,7 +1,7 @@
 """The rows of files of text: JSON Lines, a JSON array, CSV, and a document, from a stream of bytes.
 
 Bytes that are not UTF-8, broken JSON and rows that are too long are named with their row, and the rows after them are read where the
-format allows it. Memory stays within a few times MOST_ROW_BYTES, whatever the file; only a document is held whole.
+format allows it. Memory stays within a few times MOST_ROW_BYTES, whatever the file.
 
 Unusual: JSON does not go through `datasets`. That reader infers one type per column over the whole file: an answer column that holds only
 dates comes back as datetime objects, and a broken row is reported with a number inside some block. Here every row is parsed by itself
@@ -23,6 +23,7 @@ from framework.data.files import EXCERPT_CHARACTERS, Row, excerpt, kind_of, plac
 MOST_ROW_BYTES = 1 << 26
 """A longer row is a mistake (an array in a .jsonl file, a quote that is never closed) or no training sample."""
 FIRST_READ_CHARACTERS = 1 << 20  # of a JSON array; doubled while one item does not fit
+DOCUMENT_CHARACTERS = 1 << 22  # of a document at a time
 PEEKED_BYTES = 1 << 12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 ARRAY_OR_LINES = "a JSON array of objects, or one JSON object per line"
@@ -119,14 +120,16 @@ def csv_records(file: Path, source: BinaryIO) -> Iterator[Row | Problem]:
 
 
 def document(file: Path, source: BinaryIO, most_characters: int = -1) -> Iterator[Row | Problem]:
-    """A `.txt` file is one document, here its first `most_characters`. Line ends become "\\n"."""
+    """A `.txt` file is one document, here its first `most_characters`, in rows that go on in the next one. Line ends become "\\n"."""
+    text_source = io.TextIOWrapper(source, encoding="utf-8-sig")
     try:
-        text = io.TextIOWrapper(source, encoding="utf-8-sig").read(most_characters)
+        text = text_source.read(DOCUMENT_CHARACTERS if most_characters < 0 else most_characters)
+        while text:
+            following = text_source.read(DOCUMENT_CHARACTERS) if most_characters < 0 else ""
+            yield Row(file, 1, text, goes_on=bool(following))
+            text = following
     except UnicodeDecodeError as error:
         yield _not_utf8(shown(file), error)
-        return
-    if text:
-        yield Row(file, 1, text)
 
 
 class _CsvLines:

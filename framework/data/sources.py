@@ -18,8 +18,9 @@ from framework.config.schema import DataConfig, SourceConfig
 from framework.data.conversations import RowFormat, Yields, choose_format, parse
 from framework.data.files import Row, find_files, shown
 from framework.data.read import first_rows, read_rows
-from framework.data.turns import Completion, Conversation
+from framework.data.turns import Completion, Conversation, Passage, Pretokenised
 
+Item = Conversation | Completion | Passage | Pretokenised
 SHOWN_PROBLEMS = 5
 PEEKED_ROWS = 20
 PEEKED_FILES = 8
@@ -94,22 +95,26 @@ class Source:
         """Whether rows are joined and cut into chunks."""
         return self.yields == "documents"
 
-    def items(self, faults: Faults) -> Iterator[tuple[str, Conversation | Completion | str]]:
-        """(place of the row, what the row says) for every good row in order; the others go to `faults`."""
-        read = 0
+    def items(self, faults: Faults) -> Iterator[tuple[Row, Item]]:
+        """(the row, what it says) for every good row in order; the others go to `faults`. A long document comes as several rows."""
+        read, begins = 0, True
         for file, form in self.files:
             for row in read_rows(file):
-                if read == self.max_rows:
+                if begins and read == self.max_rows:
                     return
-                read += 1
+                read += begins
                 try:
                     if isinstance(row, Problem):
                         raise UserError(row)
                     item = parse(row, form)
                 except UserError as error:
                     faults.add(*error.problems)
-                else:
-                    yield row.where, item
+                    begins = True
+                    continue
+                if isinstance(item, str):
+                    item = Passage(item, begins, row.goes_on)
+                begins = not row.goes_on
+                yield row, item
 
 
 def training_sources(config: DataConfig) -> list[Wanted]:
@@ -191,6 +196,10 @@ def _check_train_on(form: RowFormat, config: DataConfig, file: str) -> None:
     if form.yields == "documents" and config.train_on == "last":
         got, fix = f"last with the documents of {file}", "data.train_on=assistant"
         raise UserError(Problem(path="data.train_on", got=got, expected="conversations, which have a last answer", fix=fix))
+
+    if form.yields == "ids" and config.train_on != "assistant":
+        got, expected = f"{config.train_on} with the token ids of {file}", "labels or loss_mask in the rows to say what is trained"
+        raise UserError(Problem(path="data.train_on", got=got, expected=expected, fix="data.train_on=assistant"))
 
 
 def _first_good_row(file: Path, setting: str) -> Row:

@@ -42,6 +42,8 @@ class Encoded:
     """[tokens] bool: is this token a target of the loss? Never the first one, which nothing predicts."""
     stops: tuple[int, ...]
     """Tokens that end a trained answer (for a document, its separator)."""
+    more: bool = False
+    """These are not all tokens of the row: the next ones follow."""
 
 
 @dataclass(frozen=True)

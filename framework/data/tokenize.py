@@ -11,29 +11,33 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
 from typing import Any
 
 from framework.config.errors import UserError
 from framework.config.schema import TrainOn
 from framework.data.conversations import Yields
-from framework.data.plain import CompletionEncoder, TextEncoder
+from framework.data.ids import IdsEncoder
+from framework.data.plain import CHARACTERS_AT_ONCE, CompletionEncoder, TextEncoder
+from framework.data.sources import Item
 from framework.data.template import ChatEncoder, Encoded
-from framework.data.turns import Completion, Conversation
+from framework.data.turns import Passage
 
 ROWS_PER_GROUP = 64
 GROUPS_AHEAD_PER_WORKER = 4
 
-Item = Conversation | Completion | str
+Encoder = ChatEncoder | CompletionEncoder | TextEncoder | IdsEncoder
 Group = list[tuple[str, Item]]
 
 
 def encode_rows(
     rows: Iterable[tuple[str, Item]], tokenizer: Any, *, yields: Yields, train_on: TrainOn, num_workers: int
 ) -> Iterator[tuple[str, Encoded | UserError]]:
-    """(place of the row, tokens or what is wrong) for each (place, what the row says), in order; `yields`: what all of them are."""
+    """(place of the row, tokens or what is wrong) for each (place, what the row says), in order; `yields`: what all of them are.
+
+    A document comes in one or several parts: `Encoded.more`.
+    """
     encoder = _encoder_for(tokenizer, yields, train_on)  # here first: a tokenizer that won't do is refused at once
-    groups = _groups(rows)
+    groups = _groups(encoder.pieces(rows) if isinstance(encoder, TextEncoder) else rows)
     if num_workers <= 1:
         for group in groups:
             yield from zip((where for where, _ in group), encoder.encode(group), strict=True)
@@ -50,8 +54,17 @@ def encode_rows(
 
 
 def _groups(rows: Iterable[tuple[str, Item]]) -> Iterator[Group]:
-    remaining = iter(rows)
-    while group := list(islice(remaining, ROWS_PER_GROUP)):
+    """Of at most ROWS_PER_GROUP rows, and at most CHARACTERS_AT_ONCE of text where a piece is not longer itself."""
+    group: Group = []
+    characters = 0
+    for where, item in rows:
+        length = len(item.text) if isinstance(item, Passage) else 0
+        if group and (len(group) == ROWS_PER_GROUP or characters + length > CHARACTERS_AT_ONCE):
+            yield group
+            group, characters = [], 0
+        group.append((where, item))
+        characters += length
+    if group:
         yield group
 
 
@@ -59,10 +72,10 @@ def _finished(group: Group, future) -> Iterator[tuple[str, Encoded | UserError]]
     return zip((where for where, _ in group), future.result(), strict=True)
 
 
-def _encoder_for(tokenizer: Any, yields: Yields, train_on: TrainOn) -> ChatEncoder | CompletionEncoder | TextEncoder:
+def _encoder_for(tokenizer: Any, yields: Yields, train_on: TrainOn) -> Encoder:
     if yields == "conversations":
         return ChatEncoder(tokenizer, train_on)
-    return CompletionEncoder(tokenizer) if yields == "completions" else TextEncoder(tokenizer)
+    return {"completions": CompletionEncoder, "documents": TextEncoder, "ids": IdsEncoder}[yields](tokenizer)
 
 
 def _start_worker(tokenizer: Any, yields: Yields, train_on: TrainOn) -> None:

@@ -19,6 +19,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from framework.config.errors import Problem, UserError
 from framework.config.schema import ColumnsConfig
 from framework.data.files import TABLES, Row, excerpt, kind_of
@@ -61,6 +63,30 @@ class Completion:
 
     prompt: str
     completion: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A document, or a part of a long one."""
+
+    text: str
+    begins: bool = True
+    goes_on: bool = False
+    """The next item is another part of the same document."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.begins and not self.goes_on
+
+
+@dataclass(frozen=True, eq=False)
+class Pretokenised:
+    """A sample that is tokens already."""
+
+    ids: np.ndarray
+    """[tokens] int64"""
+    trained: np.ndarray
+    """[tokens] bool"""
 
 
 def read_turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from framework.data.batches import StepBatches, collate
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder
+from framework.data.handoff import hand_over, take_over
 from framework.data.pack import best_fit, pack
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=120)
@@ -111,10 +112,7 @@ def test_p17_the_packs_of_a_step_depend_on_the_global_batch_alone(micro, accumul
     assert steps(micro, accumulate, world_size) == steps(4, 1, 1)
 
 
-def test_packs_are_saved_and_loaded_and_leave_nothing_to_a_later_data_set(tmp_path):
-    data = dataset([5, 3, 2])
-    pack(data, 6).save(tmp_path / "data")
-    loaded = TokenDataset.load(tmp_path / "data")
+def test_packs_are_handed_over_whole(tmp_path):
+    hand_over(pack(dataset([5, 3, 2]), 6), tmp_path / "data")
+    loaded = take_over(tmp_path / "data")
     assert [loaded[i].document_lengths for i in range(len(loaded))] == [(5,), (3, 2)] and loaded.documents == 3
-    data.save(tmp_path / "data")
-    assert not TokenDataset.load(tmp_path / "data").is_packed

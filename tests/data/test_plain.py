@@ -8,8 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import framework.data.plain
+import framework.data.tokenize
+from framework.config.errors import UserError
 from framework.data.plain import CompletionEncoder, TextEncoder
-from framework.data.turns import Completion
+from framework.data.tokenize import encode_rows
+from framework.data.turns import Completion, Passage
+
+
+def encoded(tokenizer, texts, block=None):
+    """The ids of each document, which the tokenizer gets in pieces, and we in blocks of so many characters."""
+    passages = []
+    for number, text in enumerate(texts):
+        parts = [text[at : at + block] for at in range(0, len(text), block)] if block and text else [text]
+        passages += [(f"r:{number}", Passage(part, n == 0, n < len(parts) - 1)) for n, part in enumerate(parts)]
+    documents, current = [], []
+    for _, part in encode_rows(passages, tokenizer, yields="documents", train_on="assistant", num_workers=1):
+        current.append(part.ids)
+        if not part.more:
+            documents.append(np.concatenate(current))
+            current = []
+    assert not current
+    return documents
 
 
 def test_documents_end_with_eos_and_start_with_bos_only_where_the_tokenizer_wants_it(tokenizer_with):
@@ -18,12 +37,12 @@ def test_documents_end_with_eos_and_start_with_bos_only_where_the_tokenizer_want
     tokenizer = tokenizer_with(None)
     text = "hello 12"
     plain = tokenizer(text, add_special_tokens=False).input_ids
-    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert document.ids.tolist() == [*plain, tokenizer.eos_token_id]
+    (document,) = encoded(tokenizer, [text])
+    assert document.tolist() == [*plain, tokenizer.eos_token_id]
     special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
-    (document,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert document.ids.tolist() == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+    (document,) = encoded(tokenizer, [text])
+    assert document.tolist() == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
 
 
 def complete(tokenizer, prompt, completion):
@@ -68,7 +87,8 @@ class Counting:
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(framework.data.plain, "CHARACTERS_AT_ONCE", 200)
+    for module in (framework.data.plain, framework.data.tokenize):
+        monkeypatch.setattr(module, "CHARACTERS_AT_ONCE", 200)
     monkeypatch.setattr(framework.data.plain, "AROUND_A_CUT", 60)
 
 
@@ -81,31 +101,52 @@ def test_p4_a_long_document_in_pieces_has_the_tokens_of_the_whole(tokenizer_with
     tokenizer = tokenizer_with(None)
 
     @settings(max_examples=50, deadline=None)
-    @given(st.lists(WORDS, min_size=100, max_size=300), st.lists(WORDS, max_size=5))
-    def same(long, short):
+    @given(st.lists(WORDS, min_size=100, max_size=300), st.lists(WORDS, max_size=5), st.sampled_from([None, 61, 170, 1000]))
+    def same(long, short, block):
         documents = ["".join(long), "".join(short), " ".join(long)]
-        encoded = TextEncoder(tokenizer).encode([(f"r:{n}", text) for n, text in enumerate(documents)])
-        for row, text in zip(encoded, documents, strict=True):
-            assert row.ids.tolist() == [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        for ids, text in zip(encoded(tokenizer, documents, block), documents, strict=True):
+            assert ids.tolist() == [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
 
     same()
 
 
 def test_no_call_of_the_tokenizer_gets_much_text(tokenizer_with, small_pieces):
     counting = Counting(tokenizer_with(None))
-    TextEncoder(counting).encode(
-        [(f"r:{n}", "the user asks. " * n) for n in (1000, 1, 2, 3, 50, 7, 100)] + [("r:x", "x" * 500 + " the user" * 200)]
-    )
+    encoded(counting, ["the user asks. " * n for n in (1000, 1, 2, 3, 50, 7, 100)] + ["x" * 500 + " the user" * 200])
     assert counting.most <= 500 + 200
 
 
-def test_p4_a_tokenizer_that_cannot_be_cut_takes_a_long_document_whole(tokenizer_with, small_pieces):
-    """As those of Llama 2, which put a space before every text."""
+def test_p4_a_tokenizer_that_cannot_be_cut_takes_a_long_document_whole_and_one_beyond_memory_not_at_all(
+    tokenizer_with, small_pieces, monkeypatch
+):
+    """It puts something before every text that no text has inside."""
     from tokenizers import normalizers
 
     tokenizer = tokenizer_with(None)
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("~")
     text = "hello the user, " * 100
-    (row,) = TextEncoder(tokenizer).encode([("r:1", text)])
-    assert row.ids.tolist() == [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert np.count_nonzero(~row.trained) == 1
+    (ids,) = encoded(tokenizer, [text], block=100)
+    assert ids.tolist() == [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    monkeypatch.setattr(framework.data.plain, "MOST_UNCUT_CHARACTERS", 1000)
+    with pytest.raises(UserError, match="r:0: got 1,000 characters in which this tokenizer's tokens have no place to be cut"):
+        encoded(tokenizer, [text], block=100)
+
+
+def test_p4_a_tokenizer_that_puts_a_space_before_every_text_is_cut_at_a_space(tokenizer_with, small_pieces):
+    """As those of Llama 2."""
+    from tokenizers import normalizers, pre_tokenizers
+
+    tokenizer = tokenizer_with(None)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    counting, text = Counting(tokenizer), "hello the user,  asks. \n" * 100
+    whole = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert encoded(counting, [text])[0].tolist() == whole and counting.most < 500 < len(text)
+
+
+def test_of_a_document_all_but_the_first_token_is_trained_also_where_a_piece_begins(tokenizer_with, small_pieces):
+    encoder = TextEncoder(tokenizer_with(None))
+    pieces = list(encoder.pieces([("r:1", Passage("hello the user, " * 100))]))
+    parts = encoder.encode(pieces)
+    assert len(parts) > 2 and [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert np.flatnonzero(~np.concatenate([part.trained for part in parts])).tolist() == [0]

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
-import framework.data.prepare
+import framework.data.source_tokens
 from framework.config.errors import UserError
 from framework.config.schema import DataConfig, SourceConfig
 from framework.data.files import short_names
@@ -278,6 +278,6 @@ def test_a_tokenizer_that_cannot_do_it_is_refused_before_rows_are_read(tokenizer
 
 
 def test_p1_a_row_that_gets_lost_on_the_way_is_noticed(chatml, write_jsonl, monkeypatch):
-    monkeypatch.setattr(framework.data.prepare, "encode_rows", lambda *args, **options: islice(encode_rows(*args, **options), 2))
+    monkeypatch.setattr(framework.data.source_tokens, "encode_rows", lambda *args, **options: islice(encode_rows(*args, **options), 2))
     with pytest.raises(RuntimeError, match=r"rows of data\.train were lost"):
         run(chatml, write_jsonl([chat("hello", "hi")] * 3))

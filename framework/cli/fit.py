@@ -217,14 +217,14 @@ def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepa
     architecture = recipe.model.arch if pretrained is None else pretrained.config
     validation = None if prepared.validation is None else facts_of(prepared.validation)
     plan = make_plan(recipe, architecture, facts_of(prepared.train, prepared.source_of), validation, world_size)
-    choose_kernels(recipe.kernels, plan)
+    choose_kernels(recipe.kernels, plan.device_type, plan.compute_dtype)
     return plan
 
 
-def choose_kernels(config: KernelsConfig, plan: Plan) -> None:
+def choose_kernels(config: KernelsConfig, device_type: str, dtype: torch.dtype) -> None:
     """For this process. Raises UserError where compiled kernels are demanded and there are none."""
     choose(config.mode)
-    if config.mode == "compiled" and (why_not := missing(plan.device_type, plan.compute_dtype)) is not None:
+    if config.mode == "compiled" and (why_not := missing(device_type, dtype)) is not None:
         expected = "auto, or an installation with kernels (csrc/README.md)"
         raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
 
@@ -317,18 +317,20 @@ def batches(plan: Plan, prepared: Prepared, place: Place, first_step: int) -> tu
         first_step=first_step,
         source_of=prepared.source_of,
     )
-    if prepared.validation is None:
-        return train, None
-    validation = EvalBatches(
+    return train, None if prepared.validation is None else validation_batches(recipe, batch.micro_batch_size, prepared, place)
+
+
+def validation_batches(recipe: RecipeConfig, micro_batch_size: int, prepared: Prepared, place: Place) -> EvalBatches:
+    """This rank's micro-batches of the validation data."""
+    return EvalBatches(
         prepared.validation,
-        micro_batch_size=batch.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         rank=place.rank,
         world_size=place.world_size,
         max_batches=recipe.eval.max_batches,
         source_of=prepared.validation_source_of,
         source_names=prepared.source_names,
     )
-    return train, validation
 
 
 def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tokenizer: Any, run_dir: Path) -> None:

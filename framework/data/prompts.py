@@ -12,12 +12,12 @@ from typing import Any
 from framework.config.errors import Problem, UserError
 from framework.config.schema import DataConfig
 from framework.data.files import find_files
-from framework.data.sources import Faults, Wanted
-from framework.data.tokenize import Item
+from framework.data.sources import Faults, Item, Wanted
 from framework.data.tool_template import ToolTemplate
-from framework.data.turns import Completion, Conversation, Turn
+from framework.data.turns import Completion, Conversation, Passage, Turn
 
 SETTING = "eval.prompts"
+Question = str | Conversation | Completion
 MOST_PROMPTS = 100
 
 
@@ -28,10 +28,10 @@ class Prompt:
     ids: list[int]
 
 
-def read_prompts(prompts: str | list[str]) -> list[Item]:
+def read_prompts(prompts: str | list[str]) -> list[Question]:
     """The texts of a list or of the lines of a `.txt` file; or what the rows of another file say. Raises UserError."""
     if isinstance(prompts, list):
-        found: list[Item] = list(prompts)
+        found: list[Question] = list(prompts)
     elif (files := find_files(prompts, SETTING))[0].suffix == ".txt":
         found = [line.strip() for file in files for line in _lines(file) if line.strip()]
     else:
@@ -46,7 +46,7 @@ def read_prompts(prompts: str | list[str]) -> list[Item]:
     return found
 
 
-def encode_prompts(found: list[Item], tokenizer: Any, *, as_turns: bool, longest: int) -> list[Prompt]:
+def encode_prompts(found: list[Question], tokenizer: Any, *, as_turns: bool, longest: int) -> list[Prompt]:
     """`as_turns`: a plain text is what a user says, through the chat template. Raises UserError for one of `longest` tokens or more."""
     template, encoded, problems = ToolTemplate(tokenizer), [], []
     for number, item in enumerate(found, start=1):
@@ -68,10 +68,14 @@ def encode_prompts(found: list[Item], tokenizer: Any, *, as_turns: bool, longest
     return encoded
 
 
-def _question(item: Item) -> Item:
+def _question(item: Item) -> Question:
     """A row without the answer that is asked for, and what follows it."""
-    if not isinstance(item, Conversation):
+    if isinstance(item, Passage) and item.is_whole:
+        return item.text
+    if isinstance(item, Completion):
         return item
+    if not isinstance(item, Conversation):
+        raise UserError(Problem(path=SETTING, got="a long document or a row of tokens", expected="conversations or short texts"))
     answers = [index for index, turn in enumerate(item.turns) if turn.role == "assistant"]
     turns = item.turns[: answers[-1]] if answers else item.turns
     if not turns:

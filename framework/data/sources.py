@@ -169,6 +169,11 @@ def peek(config: DataConfig) -> list[Problem]:
         wanted = [*training_sources(config), *validation_sources(config)]
     except UserError as error:
         return list(error.problems)
+    return peek_at(wanted)
+
+
+def peek_at(wanted: list[Wanted]) -> list[Problem]:
+    """The same for some sources."""
     return [problem for source in wanted for problem in _peek(source)]
 
 

@@ -79,10 +79,15 @@ def recipe(tmp_path_factory) -> RecipeConfig:
 
 def fit(recipe: RecipeConfig, run_dir: Path) -> None:
     """Be one rank of a run."""
+    be_launched()
+    run(recipe, run_dir)
+
+
+def be_launched() -> None:
+    """The environment of the rank that this process is in its process group."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    run(recipe, run_dir)
 
 
 def untrained(recipe: RecipeConfig) -> tuple[Llama, torch.optim.AdamW]:

@@ -23,7 +23,7 @@ import yaml
 
 from framework.cli.launch import launch
 from framework.config.check import check_settings
-from framework.config.compose import STATUS_USER_MISTAKE, compose
+from framework.config.compose import STATUS_INTERRUPTED, STATUS_USER_MISTAKE, compose
 from framework.config.errors import Problem, UserError
 from framework.config.explain import render
 from framework.config.hardware import check_hardware
@@ -70,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(render(error.problems), file=sys.stderr)
         return STATUS_USER_MISTAKE
+    except KeyboardInterrupt:
+        return STATUS_INTERRUPTED
     return 0
 
 
@@ -109,13 +111,17 @@ def recipe_of(arguments: argparse.Namespace) -> RecipeConfig:
         file.write_text(yaml.safe_dump(_base(model, run, keys), allow_unicode=True))
         try:
             recipe = compose([f"+recipe={file}", *good], check=_problems).recipe
+            if "data.train" in keys and recipe.data.validation is not None:
+                got, fix = "training data beside data.validation, which is what is measured", "data.validation=FILE"
+                problems.append(Problem(path="data.train", got=got, expected="one of them", fix=fix))
         except UserError as error:
             origin = re.compile(rf" \([^()]*{re.escape(file.name)}:\d+\)")
             problems += [dataclasses.replace(problem, got=origin.sub("", problem.got)) for problem in error.problems]
     if problems:
         raise UserError(*problems)
-    held_out = recipe.data.validation is None
-    return recipe if held_out else dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=None))
+    if recipe.data.validation is None:
+        return recipe  # rows are held out of `train`
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=None))
 
 
 def _base(model: str, run: RecipeConfig | None, chosen: list[str]) -> dict[str, Any]:

@@ -180,8 +180,11 @@ def questions(plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tok
 def preview(recipe: RecipeConfig) -> str:
     """What `run` would do on this machine, as it would print it. Reads and tokenises the data."""
     pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
-    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=True)
+    tokenizer = load_tokenizer(recipe.model)
+    prepared = prepare(recipe.data, tokenizer, seed=recipe.seed, show_progress=True)
     plan = plan_of(recipe, pretrained, prepared, world_size(recipe.trainer))
+    if recipe.eval.prompts is not None:
+        questions(plan, prepared, pretrained, tokenizer)  # are they too long?
     folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
     if folder is None:
         return page(plan, prepared)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from framework.cli.eval import RESULT
 from framework.cli.fit import choose_kernels, facts_of, prepare_once, validation_batches
 from framework.config.schema import RecipeConfig
 from framework.models.pretrained import open_pretrained
@@ -23,8 +24,6 @@ from framework.train.callbacks.progress import ValidationBar
 from framework.train.module import CausalLMModule
 from framework.train.source_loss import SourceLoss, total
 from framework.train.trainer import build_strategy, build_trainer
-
-RESULT = "result.json"
 
 
 def measure(recipe: RecipeConfig, folder: Path) -> None:

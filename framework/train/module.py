@@ -24,7 +24,8 @@ from framework.train.source_loss import SourceLoss, total
 from framework.zero import StepStats
 
 MicroBatch = dict[str, Any]
-"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int; packs: document_lengths of each row."""
+"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int; packs: document_lengths of each row;
+in validation source: int, the place of its name in the loader's `source_names`."""
 
 
 class CausalLMModule(LightningModule):

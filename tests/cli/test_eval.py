@@ -109,6 +109,8 @@ def test_what_is_wrong_with_the_data_is_told_before_anything_starts(trained, cap
     assert "data.validation: got 'nowhere.jsonl'" in shown and "eval.yaml" not in shown
     (tmp_path / "rows.csv").write_text("question,reply\nHi,Hello\n")
     assert "question, reply" in refused(capsys, model, f"data.validation={tmp_path / 'rows.csv'}")
+    shown = refused(capsys, str(trained), f"data.validation={tmp_path / 'rows.csv'}", "data.train=x", "data.columns.output=reply")
+    assert "data.columns.instruction=question" in shown
     assert "--json: got" in refused(capsys, model, "--json", str(tmp_path / "no" / "file.json"))
     assert "--limit: got 3" in refused(capsys, model, "--limit", "3")
 

@@ -163,6 +163,9 @@ def test_a_run_leaves_everything_behind_and_transformers_loads_its_export(ranks,
 
 
 def test_check_prints_ledger_steps_rates_and_bytes_of_every_stage(recipe) -> None:
+    asking = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, prompts=["Hi", "much " * 60]))
+    with pytest.raises(UserError, match="number 2, of 3"):
+        preview(asking)
     text = preview(recipe)
     for expected in (
         "data.train",

@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.config.schema import LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
+from framework.config.schema import EvalConfig, LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
 from framework.data.batches import EvalBatches
 from framework.data.dataset import TokenDatasetBuilder
+from framework.data.prompts import Prompt
+from framework.train.callbacks.answers import Answers, Questions
 from framework.train.callbacks.failure import FailureReporter
 from framework.train.callbacks.plot import PlotMetrics
 from framework.train.callbacks.progress import Progress, ValidationBar
@@ -188,6 +190,25 @@ def test_a_signal_ends_a_validation_on_all_ranks_after_the_same_batch(tmp_path, 
     assert read_finishing(tmp_path) == Finishing(step=4, stopped=True)
     assert [row.val_loss for row in read_metrics(tmp_path / "metrics.csv")] == [None] * 4, "half a validation has no result"
     assert "validation" not in output and "stop requested: all ranks stop after step 4" in output
+
+
+def stop_while_answering(run_dir: Path, rank: int):
+    """The signal comes just before the answers of step 6."""
+    given = [Prompt("one", [1, 2, 3]), Prompt("two", [4]), Prompt("three", [5, 6])]
+    asked = Questions(prompts=given, stop_ids=[], tokenizer=None) if dist.get_rank() == 0 else None
+    config, tracker = EvalConfig(generate_every_n_steps=6, max_new_tokens=5), Tracker()
+    progress = Progress(None, tracker, total_steps=20, steps_per_epoch=4, log_every_n_steps=1)
+    stop = GracefulStop(run_dir, supervised=True)
+    place = {"file": run_dir / "answers.jsonl", "tracker": tracker, "progress": progress, "stop": stop}
+    others = [At(rank, 6, lambda: os.kill(os.getpid(), signal.SIGTERM)), Answers(config, asked, seed=0, **place)]
+    _, _, _, stop = fit(run_dir, 20, others=others)
+    return stop.stopped_at_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_gives_the_answers_of_a_step_up_on_all(tmp_path, ranks, rank):
+    assert ranks(2, stop_while_answering, tmp_path, rank) == [7, 7]
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_the_stop_flag_is_read_at_once_on_the_cpu():

@@ -6,6 +6,7 @@ validation of a step.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,19 +29,25 @@ class Patience(pl.Callback):
         if self.patience is None or trainer.val_dataloaders.given_up:
             return
         loss, step = pl_module.last_validation, trainer.global_step
-        better = self._best is None or (loss < self._best and self._best - loss >= self.min_delta)
-        if trainer.strategy.broadcast(better):
+        if trainer.strategy.broadcast(self._is_better(loss)):
             self._best, self._best_step, self._without_better = loss, step, 0
             return
         self._without_better += 1
         if self._without_better < self.patience or step >= trainer.max_steps:
             return
         trainer.should_stop = True
-        count = "1 validation" if self._without_better == 1 else f"{self._without_better} validations in a row"
-        by = f" by {self.min_delta:g}" if self.min_delta else ""
-        self.ended = f"{count} without a loss{by} below {self._best:.4f}, that of step {self._best_step:,} (eval.patience={self.patience})"
+        self.ended = self._reason()
         if trainer.is_global_zero:
             print(f"the run ends after step {step:,}: {self.ended}", flush=True)
+
+    def _is_better(self, loss: float) -> bool:
+        return math.isfinite(loss) and (self._best is None or (loss < self._best and self._best - loss >= self.min_delta))
+
+    def _reason(self) -> str:
+        count = "1 validation" if self._without_better == 1 else f"{self._without_better} validations in a row"
+        by = f" by {self.min_delta:g}" if self.min_delta else ""
+        wanted = "a finite loss" if self._best is None else f"a loss{by} below {self._best:.4f}, that of step {self._best_step:,}"
+        return f"{count} without {wanted} (eval.patience={self.patience})"
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "best_step": self._best_step, "without_better": self._without_better}

@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m framework.worker CONFIG_YAML RUN_DIR`, started by the supervisor (`cli/launch.py`).
+"""One rank of a run: `python -m framework.worker CONFIG_YAML RUN_DIR [train | eval]`, started by the supervisor (`cli/launch.py`).
 
 `working` is the frame around a rank's work, whoever started it: library noise is turned down, and an exception is reported before the
 process ends, so that the first cause can be told from its echoes (`train/failure.py`). Exit status: 0 done or stopped on request,
@@ -35,10 +35,14 @@ TORCHRUNS_REPORT = "TORCHELASTIC_ERROR_FILE"
 
 
 def main() -> None:
-    config_path, run_dir = map(Path, sys.argv[1:])
+    config_path, run_dir = map(Path, sys.argv[1:3])
+    work = sys.argv[3] if len(sys.argv) > 3 else "train"
     with working(run_dir):
         with loading_libraries(show=int(os.environ["RANK"]) == 0):
-            from framework.cli.fit import run
+            if work == "eval":
+                from framework.cli.measure import measure as run
+            else:
+                from framework.cli.fit import run
             from framework.train.run_dir import read_config
 
         run(read_config(config_path), run_dir)

@@ -95,7 +95,7 @@ def what_is_missing(folder: Path) -> str | None:
 
 def _is_done(run: Path) -> bool:
     try:
-        return json.loads((run / SUMMARY).read_text())["ended"] == "done"
+        return json.loads((run / SUMMARY).read_text())["ended"] in ("done", "early")
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

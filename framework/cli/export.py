@@ -21,24 +21,29 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         source = _checked(arguments)
-        with loading_libraries():
-            from framework.models.pretrained import open_pretrained, write_pretrained
-            from framework.models.tokenizer import tokenizer_from
-        pretrained = open_pretrained(source, "MODEL")
-        write_pretrained(
-            Path(arguments.out).expanduser(),
-            pretrained.config,
-            ((name, pretrained.read(name, 0, shape.numel()).view(shape)) for name, shape in pretrained.names().items()),
-            dtype=arguments.dtype,
-            tokenizer=tokenizer_from(pretrained.tokenizer_source, "MODEL"),
-            generation_config=pretrained.generation_config,
-            max_shard_bytes=round(arguments.max_shard_gb * GIGABYTE),
-        )
+        export(source, Path(arguments.out).expanduser(), arguments.dtype, max_shard_bytes=round(arguments.max_shard_gb * GIGABYTE))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(f'export:  {arguments.out}\nask it:  framework generate --model {arguments.out} "your question"')
     return 0
+
+
+def export(source: str, folder: Path, dtype: str, max_shard_bytes: int = 5 * GIGABYTE) -> Path:
+    """Write the model at `source`, whole, as the new `folder`."""
+    with loading_libraries():
+        from framework.models.pretrained import open_pretrained, write_pretrained
+        from framework.models.tokenizer import tokenizer_from
+    pretrained = open_pretrained(source, "MODEL")
+    return write_pretrained(
+        folder,
+        pretrained.config,
+        ((name, pretrained.read(name, 0, shape.numel()).view(shape)) for name, shape in pretrained.names().items()),
+        dtype=dtype,
+        tokenizer=tokenizer_from(pretrained.tokenizer_source, "MODEL"),
+        generation_config=pretrained.generation_config,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def parser() -> argparse.ArgumentParser:

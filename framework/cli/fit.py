@@ -28,9 +28,12 @@ from framework.config.schema import KernelsConfig, RecipeConfig
 from framework.data.batches import EvalBatches, StepBatches
 from framework.data.dataset import TokenDataset
 from framework.data.prepare import Prepared, prepare
+from framework.data.prompts import encode_prompts, read_prompts
 from framework.data.show import render_sample
+from framework.data.sources import holds_conversations
 from framework.kernels.library import choose, missing
 from framework.models.adapter import open_adapter
+from framework.models.generate import inference_stop_ids
 from framework.models.lora import AdapterReader, Read
 from framework.models.pretrained import Pretrained, open_pretrained
 from framework.models.tokenizer import load_tokenizer
@@ -40,15 +43,18 @@ from framework.plan.resume import check_resume, state_of
 from framework.progress import busy
 from framework.ranks import Place, launched
 from framework.train.callbacks.agreement import Agreement
+from framework.train.callbacks.answers import Answers, Questions, continue_answers
 from framework.train.callbacks.checkpoint import Resume, SaveCheckpoints
 from framework.train.callbacks.failure import FailureReporter
+from framework.train.callbacks.patience import Patience
 from framework.train.callbacks.plot import PlotMetrics
-from framework.train.callbacks.progress import Progress
+from framework.train.callbacks.progress import Progress, ValidationBar
 from framework.train.callbacks.stop import GracefulStop
 from framework.train.loggers import Tracker, build_tracker
 from framework.train.metrics import MetricsFile, continue_metrics
 from framework.train.module import CausalLMModule
-from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, write_summary
+from framework.train.run_dir import ANSWERS, EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, write_summary
+from framework.train.source_loss import perplexity
 from framework.train.strategy import ZeroStrategy
 from framework.train.trainer import build_strategy, build_trainer
 from framework.worker import is_supervised
@@ -73,17 +79,18 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
         introduce(plan, prepared, tokenizer, run_dir)
 
     remembered = {**state_of(plan), "frozen": None if recipe.peft.method == "none" else digest_of(pretrained)}
-    checkpoint = None if recipe.resume == "none" else resumed(plan, remembered, Path(recipe.resume), run_dir, is_first)
+    checkpoint = None if recipe.resume == "none" else resumed(plan, prepared, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
     run_id = checkpoint.run["tracker"] if checkpoint else None
     with busy("starting the dashboard", show=is_first):
         tracker = build_tracker(recipe, run_dir, run_id=run_id) if is_first else Tracker()
-    metrics = MetricsFile(run_dir / METRICS) if is_first else None
+    metrics = MetricsFile(run_dir / METRICS, prepared.source_names) if is_first else None
     module = build_module(plan)
     weights = initial_weights(recipe, pretrained)
     strategy = build_strategy(recipe, checkpoint.reader(weights) if checkpoint else weights)
-    watch = watch_over(plan, remembered, run_dir, tracker, metrics, checkpoint)
+    asked = questions(plan, prepared, pretrained, tokenizer) if is_first and recipe.eval.prompts is not None else None
+    watch = watch_over(plan, remembered, run_dir, tracker, metrics, checkpoint, asked)
     trainer = build_trainer(
         recipe,
         strategy,
@@ -119,12 +126,19 @@ class Watch:
 
     stop: GracefulStop
     progress: Progress
+    patience: Patience
     saves: SaveCheckpoints
     callbacks: list[Callback]
 
 
 def watch_over(
-    plan: Plan, remembered: dict[str, Any], run_dir: Path, tracker: Tracker, metrics: MetricsFile | None, checkpoint: Checkpoint | None
+    plan: Plan,
+    remembered: dict[str, Any],
+    run_dir: Path,
+    tracker: Tracker,
+    metrics: MetricsFile | None,
+    checkpoint: Checkpoint | None,
+    asked: Questions | None,
 ) -> Watch:
     """Everything that happens beside the training itself; from `checkpoint` on where there is one. `remembered`: by the checkpoints."""
     recipe = plan.recipe
@@ -136,21 +150,41 @@ def watch_over(
         steps_per_epoch=plan.steps.steps_per_epoch,
         log_every_n_steps=recipe.trainer.log_every_n_steps,
     )
-    saves = SaveCheckpoints(
-        run_dir, recipe.checkpoint, lambda: {**remembered, "progress": progress.state_dict(), "tracker": tracker.run_id}
-    )
-    callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, saves, PlotMetrics(run_dir, recipe.name)]
+    patience = Patience(recipe.eval)
+
+    def run_state() -> dict[str, Any]:
+        return {**remembered, "progress": progress.state_dict(), "patience": patience.state_dict(), "tracker": tracker.run_id}
+
+    saves = SaveCheckpoints(run_dir, recipe.checkpoint, run_state)
+    callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, ValidationBar(), progress, patience, saves]
+    if recipe.eval.prompts is not None:
+        place = {"file": run_dir / ANSWERS, "tracker": tracker, "progress": progress, "stop": stop}
+        callbacks.append(Answers(recipe.eval, asked, seed=recipe.seed, **place))
+    callbacks.append(PlotMetrics(run_dir, recipe.name))
     if checkpoint:
         progress.load_state_dict(checkpoint.run["progress"])
+        patience.load_state_dict(checkpoint.run.get("patience", patience.state_dict()))  # older ones have none
         callbacks.insert(0, Resume(checkpoint))
-    return Watch(stop=stop, progress=progress, saves=saves, callbacks=callbacks)
+    return Watch(stop=stop, progress=progress, patience=patience, saves=saves, callbacks=callbacks)
+
+
+def questions(plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tokenizer: Any) -> Questions:
+    """What the model is asked on the way. Raises UserError for prompts that are too long for it."""
+    recipe, longest = plan.recipe, plan.architecture.max_position_embeddings
+    as_turns = holds_conversations(recipe.data)
+    prompts = encode_prompts(read_prompts(recipe.eval.prompts), tokenizer, as_turns=as_turns, longest=longest)
+    stop_ids = inference_stop_ids(tokenizer, pretrained.generation_config if pretrained else {})
+    return Questions(prompts=prompts, stop_ids=[*prepared.stop_ids, *stop_ids], tokenizer=tokenizer)
 
 
 def preview(recipe: RecipeConfig) -> str:
     """What `run` would do on this machine, as it would print it. Reads and tokenises the data."""
     pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
-    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=True)
+    tokenizer = load_tokenizer(recipe.model)
+    prepared = prepare(recipe.data, tokenizer, seed=recipe.seed, show_progress=True)
     plan = plan_of(recipe, pretrained, prepared, world_size(recipe.trainer))
+    if recipe.eval.prompts is not None:
+        questions(plan, prepared, pretrained, tokenizer)  # are they too long?
     folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
     if folder is None:
         return page(plan, prepared)
@@ -186,14 +220,14 @@ def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepa
     architecture = recipe.model.arch if pretrained is None else pretrained.config
     validation = None if prepared.validation is None else facts_of(prepared.validation)
     plan = make_plan(recipe, architecture, facts_of(prepared.train, prepared.source_of), validation, world_size)
-    choose_kernels(recipe.kernels, plan)
+    choose_kernels(recipe.kernels, plan.device_type, plan.compute_dtype)
     return plan
 
 
-def choose_kernels(config: KernelsConfig, plan: Plan) -> None:
+def choose_kernels(config: KernelsConfig, device_type: str, dtype: torch.dtype) -> None:
     """For this process. Raises UserError where compiled kernels are demanded and there are none."""
     choose(config.mode)
-    if config.mode == "compiled" and (why_not := missing(plan.device_type, plan.compute_dtype)) is not None:
+    if config.mode == "compiled" and (why_not := missing(device_type, dtype)) is not None:
         expected = "auto, or an installation with kernels (csrc/README.md)"
         raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
 
@@ -231,7 +265,7 @@ def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path) -> 
     print(f"\n{text}\n\n{render_sample(tokenizer, prepared.train[0])}\n", flush=True)
 
 
-def resumed(plan: Plan, remembered: dict[str, Any], folder: Path, run_dir: Path, is_first: bool) -> Checkpoint:
+def resumed(plan: Plan, prepared: Prepared, remembered: dict[str, Any], folder: Path, run_dir: Path, is_first: bool) -> Checkpoint:
     """The checkpoint in `folder`, from which this run goes on; metrics.csv begins with what its run had logged until then.
 
     Raises UserError where the recipe is not one that it can go on with.
@@ -244,7 +278,8 @@ def resumed(plan: Plan, remembered: dict[str, Any], folder: Path, run_dir: Path,
     if is_first:
         for change in changes:
             print(f"changed since the checkpoint: {change}", flush=True)
-        continue_metrics(folder.parents[1] / METRICS, run_dir / METRICS, checkpoint.step)
+        continue_metrics(folder.parents[1] / METRICS, run_dir / METRICS, checkpoint.step, prepared.source_names)
+        continue_answers(folder.parents[1] / ANSWERS, run_dir / ANSWERS, checkpoint.step)
     return checkpoint
 
 
@@ -285,16 +320,20 @@ def batches(plan: Plan, prepared: Prepared, place: Place, first_step: int) -> tu
         first_step=first_step,
         source_of=prepared.source_of,
     )
-    if prepared.validation is None:
-        return train, None
-    validation = EvalBatches(
+    return train, None if prepared.validation is None else validation_batches(recipe, batch.micro_batch_size, prepared, place)
+
+
+def validation_batches(recipe: RecipeConfig, micro_batch_size: int, prepared: Prepared, place: Place) -> EvalBatches:
+    """This rank's micro-batches of the validation data."""
+    return EvalBatches(
         prepared.validation,
-        micro_batch_size=batch.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         rank=place.rank,
         world_size=place.world_size,
         max_batches=recipe.eval.max_batches,
+        source_of=prepared.validation_source_of,
+        source_names=prepared.source_names,
     )
-    return train, validation
 
 
 def export(strategy: ZeroStrategy, plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tokenizer: Any, run_dir: Path) -> None:
@@ -325,10 +364,13 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
     stopped = watch.stop.stopped_at_step is not None
     write_summary(
         run_dir,
-        ended="stopped" if stopped else "done",
+        ended="stopped" if stopped else "early" if watch.patience.ended else "done",
+        reason=watch.patience.ended,
         steps=strategy.engine.steps_done,
         loss=row.loss if row else None,
         validation_loss=module.last_validation,
+        validation_perplexity=None if module.last_validation is None else perplexity(module.last_validation),
+        validation=[{"source": s.name, "loss": s.loss, "perplexity": s.perplexity} for s in module.last_validation_by_source],
         trained_tokens=row.tokens if row else None,
         seconds=row.seconds if row else None,
         peak_model_state_bytes=memory.peak,
@@ -339,7 +381,7 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         failed_saves=saves.failures,
     )
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
-    for what, name in (("plot", PLOT), ("metrics", METRICS), ("export", EXPORT)):
+    for what, name in (("plot", PLOT), ("metrics", METRICS), ("answers", ANSWERS), ("export", EXPORT)):
         if (run_dir / name).exists():
             print(f"{what + ':':<9}{run_dir / name}")
     for failure in saves.failures:

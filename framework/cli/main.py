@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "say what a training command would do, or everything that is wrong with it",
     "prepare": "tokenise the data of a recipe ahead, and look at samples: framework prepare +recipe=llama_sft --show 3",
     "generate": 'let a trained model answer: framework generate --model RUN "a prompt"',
+    "eval": "loss and perplexity of a model on data: framework eval MODEL data.validation=FILE",
     "export": "write a model as a Hugging Face folder: framework export RUN OUT [--merge]",
     "checkpoint": "what a run has saved and whether it is whole: framework checkpoint ls|show|verify RUN",
     "help": "explain groups and settings: framework help [GROUP | GROUP.KEY]",
@@ -53,6 +54,10 @@ def run(command: str, arguments: Sequence[str]) -> int:
         from framework.cli import generate
 
         return generate.main(arguments)
+    if command == "eval":
+        from framework.cli import eval as evaluation
+
+        return evaluation.main(arguments)
     if command == "export":
         from framework.cli import export
 

@@ -231,15 +231,30 @@ def check_schedule(schedule: ScheduleConfig, total_steps: int) -> list[Problem]:
 
 
 def _evaluation(recipe: RecipeConfig) -> Iterator[Problem]:
-    every, most = recipe.eval.every_n_steps, recipe.eval.max_batches
-    if every is not None:
-        yield from _at_least("eval.every_n_steps", every, 1)
-        if recipe.data.validation is None and recipe.data.validation_fraction == 0:
-            got = f"{every}, but there are no validation data"
-            expected = "data.validation or data.validation_fraction"
-            yield Problem(path="eval.every_n_steps", got=got, expected=expected, fix="data.validation_fraction=0.05")
-    if most is not None:
-        yield from _at_least("eval.max_batches", most, 1)
+    config = recipe.eval
+    for name in ("every_n_steps", "max_batches", "patience", "generate_every_n_steps", "max_new_tokens"):
+        if (value := getattr(config, name)) is not None:
+            yield from _at_least(f"eval.{name}", value, 1)
+    needing = [name for name in ("every_n_steps", "patience") if getattr(config, name) is not None]
+    if needing and recipe.data.validation is None and recipe.data.validation_fraction == 0:
+        got = f"{getattr(config, needing[0])}, but there are no validation data"
+        expected = "data.validation or data.validation_fraction"
+        yield Problem(path=f"eval.{needing[0]}", got=got, expected=expected, fix="data.validation_fraction=0.05")
+    elif needing == ["patience"]:
+        got, expected = f"{config.patience}, but validation at the end of the run only", "a cadence of validations"
+        yield Problem(path="eval.patience", got=got, expected=expected, fix="eval.every_n_steps=100")
+    yield from _at_least("eval.min_delta", config.min_delta, 0)
+    if config.min_delta > 0 and config.patience is None:
+        got, expected = f"{config.min_delta:g} without eval.patience", "both, or neither"
+        yield Problem(path="eval.min_delta", got=got, expected=expected, fix="eval.patience=3")
+    yield from _at_least("eval.temperature", config.temperature, 0)
+    prompts = [config.prompts] if isinstance(config.prompts, str) else config.prompts
+    if prompts is not None and not (prompts and all(prompt.strip() for prompt in prompts)):
+        got = "an empty text" if prompts else "an empty list"
+        yield Problem(path="eval.prompts", got=got, expected="texts, or a file with texts", fix="eval.prompts=null")
+    if config.generate_every_n_steps is not None and config.prompts is None:
+        got = f"{config.generate_every_n_steps}, but there are no eval.prompts"
+        yield Problem(path="eval.generate_every_n_steps", got=got, expected="prompts to answer", fix="\"eval.prompts=['Who are you?']\"")
 
 
 def _at_least(path: str, value: float, lowest: int) -> Iterator[Problem]:

@@ -283,12 +283,26 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Group `eval`: validation during training."""
+    """Group `eval`: what is looked at during training (validation loss, answers of the model), and when a run that learns no more ends."""
 
     every_n_steps: int | None = None
-    """Cadence in optimizer steps; None: at the end of the run only (when there are validation data)."""
+    """Cadence of validations in optimizer steps; None: at the end of the run only (when there are validation data)."""
     max_batches: int | None = None
-    """At most this many micro-batches, over all ranks together; None: all."""
+    """At most this many micro-batches of each source, over all ranks together; None: all."""
+    patience: int | None = None
+    """End the run after so many validations in a row without a better loss than the best one before; None: never."""
+    min_delta: float = 0.0
+    """With `patience`: how far a loss must be below the best one to be better."""
+    prompts: str | list[str] | None = None
+    """What the model is asked on the way: a list of texts, or a file, `.txt` with one in each line or data like `data.train`, of which the
+    last answers are asked for. A text is a user's turn where the training data are conversations, else the beginning of a text. Answers go
+    to the console, RUN/answers.jsonl and the dashboard."""
+    generate_every_n_steps: int | None = None
+    """Cadence of answers in optimizer steps; None: with each validation. After the last step in any case."""
+    max_new_tokens: int = 128
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """Of answers; 0: always the likeliest token. Above, the same numbers are drawn each time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ on a loader's `sampler`, which is therefore the loader itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,10 @@ class StepBatches:
 
 
 class EvalBatches:
-    """Yields this rank's micro-batches of a validation set, longest samples first, as many on every rank, each sample exactly once."""
+    """Yields this rank's micro-batches of a validation set, as many on every rank, each sample exactly once.
+
+    A micro-batch has samples of one source, named by its `source`, the same on all ranks at a time; the longest samples of a source first.
+    """
 
     def __init__(
         self,
@@ -105,27 +108,35 @@ class EvalBatches:
         world_size: int = 1,
         pad_id: int = 0,
         max_batches: int | None = None,
+        source_of: np.ndarray | None = None,
+        source_names: Sequence[str] = ("validation",),
     ) -> None:
-        """`max_batches` over all ranks, so that the same samples are seen by any number of them; None: all."""
+        """`max_batches` of each source over all ranks, so that the same samples are seen by any number of them; None: all.
+        `source_of` [samples]: the place of each one's source in `source_names`; None: all are of the first."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0
-        self.dataset, self.micro_batch_size, self.rank, self.world_size, self.pad_id = dataset, micro_batch_size, rank, world_size, pad_id
-        self.samples = len(dataset) if max_batches is None else min(len(dataset), max_batches * micro_batch_size)
-        self.order = longest_first(np.arange(self.samples), dataset.lengths)
-        self.batches = -(-self.samples // (micro_batch_size * world_size))
+        self.dataset, self.pad_id, self.source_names = dataset, pad_id, tuple(source_names)
+        source_of = np.zeros(len(dataset), dtype=np.int64) if source_of is None else source_of
+        most, samples_per_turn = None if max_batches is None else max_batches * micro_batch_size, micro_batch_size * world_size
+        self.samples: list[int] = []
+        """Of each source, over all ranks."""
+        self._turns: list[tuple[int, np.ndarray]] = []  # (source, this rank's samples of it), the same sources on every rank
+        for source in range(len(self.source_names)):
+            chosen = longest_first(np.flatnonzero(source_of == source)[:most], dataset.lengths)
+            self.samples.append(len(chosen))
+            for start in range(0, len(chosen), samples_per_turn):
+                self._turns.append((source, chosen[start : start + samples_per_turn][rank::world_size]))
         self.given_up = False
         """The current pass was not finished: its results are those of some samples only."""
 
     def __len__(self) -> int:
-        return self.batches
+        return len(self._turns)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self.given_up = False
-        for number in range(self.batches):
+        for source, indices in self._turns:
             if self.given_up:
                 return
-            start = number * self.micro_batch_size * self.world_size
-            indices = self.order[start : start + self.micro_batch_size * self.world_size][self.rank :: self.world_size]
-            yield collate([self.dataset[int(index)] for index in indices], self.pad_id)
+            yield collate([self.dataset[int(index)] for index in indices], self.pad_id) | {"source": source}
 
     def give_up(self) -> None:
         """End the current pass; call it on all ranks after the same batch."""

@@ -70,9 +70,11 @@ class _Fitted:
 def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: bool, thoroughly: bool = False) -> Prepared:
     """Tokens of `config.train` and `config.validation`. Raises UserError with the problems of their rows.
 
+    Without `train`, what `validation` names is all there is (an evaluation), and it stands for both.
     `thoroughly`: what is in the cache is compared with its digests to the last byte.
     """
-    wanted, named = training_sources(config), validation_sources(config)
+    named = validation_sources(config)
+    wanted = [] if named and config.train is None else training_sources(config)
     cache, folders, stop_ids = cache_folder(config.cache_dir), [], set()
 
     def fitted(source: Wanted) -> _Fitted:
@@ -98,11 +100,11 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
         validation.append(_packed(_samples(found.rows, found, config), config))
         ledger.sources.append(_counted(found.counts, found.rows, validation[-1], held_out=0))
     return Prepared(
-        train=joined(parts),
+        train=joined(parts or validation),
         validation=joined(validation) if validation else None,
         ledger=ledger,
         stop_ids=tuple(sorted(stop_ids)),
-        source_of=None if wanted[0].weight is None else _source_of(parts),
+        source_of=_source_of(parts) if wanted and wanted[0].weight is not None else None,
         source_names=tuple(short_names([source.path for source in named or wanted])) if validation else (),
         validation_source_of=_source_of(validation) if validation else None,
         folders=tuple(folders),

@@ -152,6 +152,11 @@ def _sources(setting: str, value: str | list[str | SourceConfig], config: DataCo
     ]
 
 
+def holds_conversations(config: DataConfig) -> bool:
+    """Whether the first of the training sources has conversations, and no plain text."""
+    return training_sources(config)[0].open().yields == "conversations"
+
+
 def _format_of(file: Path, setting: str, config: DataConfig, opened: list[tuple[Path, RowFormat]]) -> RowFormat:
     """How the rows of `file` are read, which must yield what those of the files `opened` before do. Raises UserError."""
     form = choose_format(_first_good_row(file, setting), config.format, config.columns)
@@ -170,6 +175,11 @@ def peek(config: DataConfig) -> list[Problem]:
         wanted = [*training_sources(config), *validation_sources(config)]
     except UserError as error:
         return list(error.problems)
+    return peek_at(wanted)
+
+
+def peek_at(wanted: list[Wanted]) -> list[Problem]:
+    """The same for some sources."""
     return [problem for source in wanted for problem in _peek(source)]
 
 

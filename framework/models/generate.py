@@ -8,7 +8,8 @@ Unusual: streaming cannot decode token by token, since a character may be spread
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,14 @@ def load_for_generation(path: str, *, show: bool = True) -> tuple[Llama, PreTrai
     model = model.to(dtype).to_empty(device=device).eval()
     model.tie_weights()
     load_weights(model, pretrained, show=show)
-    listed = pretrained.generation_config.get("eos_token_id")
+    return model, tokenizer, inference_stop_ids(tokenizer, pretrained.generation_config)
+
+
+def inference_stop_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, Any]) -> list[int]:
+    """The ids that end an answer of a pretrained model: those that it names, and its tokenizer's."""
+    listed = generation_config.get("eos_token_id")
     listed = [] if listed is None else [listed] if isinstance(listed, int) else listed
-    return model, tokenizer, list(dict.fromkeys([*listed, *stop_token_ids(tokenizer)]))
+    return list(dict.fromkeys([*listed, *stop_token_ids(tokenizer)]))
 
 
 def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,10 +99,9 @@ class Plan:
         return hashlib.sha256(repr(agreed).encode()).hexdigest()
 
 
-def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts, validation: DataFacts | None, world_size: int) -> Plan:
-    """Raises UserError where recipe, model and data do not fit together."""
-    both = [facts for facts in (train, validation) if facts is not None]
-    longest = max(facts.longest for facts in both)
+def check_data(recipe: RecipeConfig, architecture: LlamaConfig, data: Sequence[DataFacts]) -> None:
+    """Raises UserError where samples are longer than the model reads, or have tokens that it does not know."""
+    longest = max(facts.longest for facts in data)
     if longest > architecture.max_position_embeddings:
         limit = architecture.max_position_embeddings
         raise UserError(
@@ -112,7 +112,7 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
                 fix=f"data.max_tokens={limit}",
             )
         )
-    largest_id = max(facts.largest_id for facts in both)
+    largest_id = max(facts.largest_id for facts in data)
     if largest_id >= architecture.vocab_size:
         raise UserError(
             Problem(
@@ -122,6 +122,11 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
                 fix="model.tokenizer=null (the model's own)" if recipe.model.path else f"model.arch.vocab_size={largest_id + 1}",
             )
         )
+
+
+def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts, validation: DataFacts | None, world_size: int) -> Plan:
+    """Raises UserError where recipe, model and data do not fit together."""
+    check_data(recipe, architecture, [facts for facts in (train, validation) if facts is not None])
     batch = solve_batch(recipe.trainer, world_size)
     steps = plan_steps(recipe.trainer, train.samples, batch.global_batch_size)
     lr_factor(recipe.schedule, 0, steps.total_steps)  # refuses a warm-up as long as the run

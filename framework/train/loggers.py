@@ -18,9 +18,9 @@ import netrc
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from framework.config.errors import Problem, UserError
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 
 REACH_SECONDS = 5.0
 INIT_SECONDS = 20.0
+
+
+class Answer(NamedTuple):
+    """What the model was asked, and what it said."""
+
+    prompt: str
+    answer: str
 
 
 class Tracker:
@@ -50,6 +57,9 @@ class Tracker:
         """Log `values` at optimizer step `step`. `tokens` among them is a second axis."""
         for logger in self.loggers:
             logger.log_metrics(dict(values), step)
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Show what the model said at optimizer step `step`."""
 
     def finish(self, status: str = "success") -> None:
         """Write everything out and close the run; `status` is `success` or `failed`."""
@@ -84,7 +94,18 @@ def _tensorboard(recipe: RecipeConfig, run_dir: Path) -> Tracker:
     logger = TensorBoardLogger(run_dir, name="", version="tensorboard")
     logger.experiment.add_text("config", f"```yaml\n{config_yaml(recipe)}```")
     logger.experiment.add_text("git", str(read_environment(run_dir)["git"]))
-    return Tracker(logger)
+    return _TensorBoardTracker(logger)
+
+
+class _TensorBoardTracker(Tracker):
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        text = "\n\n".join(f"{_indented(prompt)}\n\n---\n\n{_indented(answer)}" for prompt, answer in answers)
+        self.loggers[0].experiment.add_text("answers", text, step)
+
+
+def _indented(text: str) -> str:
+    """As Markdown shows it letter for letter."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 # ---- Weights & Biases
@@ -145,6 +166,12 @@ class _WandbTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.loggers[0].experiment.log({"step": step, **values})
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        import wandb
+
+        rows = [[step, prompt, answer] for prompt, answer in answers]
+        self.loggers[0].experiment.log({"step": step, "answers": wandb.Table(columns=["step", "prompt", "answer"], data=rows)})
 
     def finish(self, status: str = "success") -> None:
         super().finish(status)

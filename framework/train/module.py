@@ -15,16 +15,17 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from framework.config.errors import Problem, UserError
 from framework.config.schedule import lr_factor
 from framework.config.schema import LlamaConfig, OptimizerConfig, PeftConfig, ScheduleConfig
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.lora import add_adapter
+from framework.train.source_loss import SourceLoss, total
 from framework.zero import StepStats
 
 MicroBatch = dict[str, Any]
-"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int; packs: document_lengths of each row."""
+"""input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int; packs: document_lengths of each row;
+in validation source: int, the place of its name in the loader's `source_names`."""
 
 
 class CausalLMModule(LightningModule):
@@ -53,7 +54,8 @@ class CausalLMModule(LightningModule):
         self.last_stats: StepStats | None = None
         """Of the last step, over all ranks, on the device."""
         self.last_validation: float | None = None
-        """Validation loss over all ranks, of the last validation that was not given up."""
+        """Validation loss over all ranks and sources, of the last validation that was not given up."""
+        self.last_validation_by_source: list[SourceLoss] = []
 
     @property
     def sharded_module(self) -> nn.Module:
@@ -107,19 +109,22 @@ class CausalLMModule(LightningModule):
     # -- validation -------------------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
+        names = self.trainer.val_dataloaders.source_names
+        self._sums = torch.zeros(len(names), 2, dtype=torch.float64, device=self.device)  # of each source: loss, trained tokens
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
-        self._sums[0] += self.loss_sum(batch).double()
-        self._sums[1] += batch["trained_tokens"]
+        of_source = self._sums[batch["source"]]
+        of_source[0] += self.loss_sum(batch).double()
+        of_source[1] += batch["trained_tokens"]
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.val_dataloaders.given_up:
+        batches = self.trainer.val_dataloaders
+        if batches.given_up:
             return
-        loss_sum, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
-        if tokens == 0:
-            raise UserError(
-                Problem(path="data.validation", got="validation data without a single trained token", expected="at least one answer")
-            )
-        self.last_validation = loss_sum / tokens
+        sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum").tolist()
+        self.last_validation_by_source = [
+            SourceLoss(name=name, loss_sum=loss_sum, trained_tokens=round(tokens))
+            for name, (loss_sum, tokens) in zip(batches.source_names, sums, strict=True)
+        ]
+        self.last_validation = total(self.last_validation_by_source).loss
         self.log("val_loss", self.last_validation, logger=False)  # for callbacks that monitor it

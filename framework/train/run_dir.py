@@ -5,7 +5,7 @@
     command.txt      the whole command line                        logs/          rank_N.log, rank_N.error.json
     env.json         versions, hardware, git revision              export/        the trained model as a Hugging Face folder
     plan.txt, ledger.json   what was going to happen, what became of every row of data
-    summary.json     how it ended
+    summary.json     how it ended                                  answers.jsonl  what the model said to `eval.prompts`
 
 Unusual: no torch here, because the supervisor writes it before any rank starts; versions come from package metadata and GPUs from
 `nvidia-smi`.
@@ -42,6 +42,7 @@ SUMMARY = "summary.json"
 PLAN = "plan.txt"
 LEDGER = "ledger.json"
 METRICS = "metrics.csv"
+ANSWERS = "answers.jsonl"
 PLOT = "plot.png"
 LOGS = "logs"
 EXPORT = "export"
@@ -119,7 +120,7 @@ def finishing_path(run_dir: Path) -> Path:
 
 # ---- written while it runs
 def write_summary(run_dir: Path, **facts: Any) -> None:
-    """Write how the run ended (`ended`: done, stopped or failed; `steps`, `loss`, ...); replaces an earlier summary as a whole."""
+    """Write how the run ended (`ended`: done, early, stopped or failed; `steps`, `loss`, ...); replaces an earlier summary as a whole."""
     _replace(Path(run_dir) / SUMMARY, facts)
 
 

@@ -79,10 +79,15 @@ def recipe(tmp_path_factory) -> RecipeConfig:
 
 def fit(recipe: RecipeConfig, run_dir: Path) -> None:
     """Be one rank of a run."""
+    be_launched()
+    run(recipe, run_dir)
+
+
+def be_launched() -> None:
+    """The environment of the rank that this process is in its process group."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    run(recipe, run_dir)
 
 
 def untrained(recipe: RecipeConfig) -> tuple[Llama, torch.optim.AdamW]:
@@ -158,6 +163,9 @@ def test_a_run_leaves_everything_behind_and_transformers_loads_its_export(ranks,
 
 
 def test_check_prints_ledger_steps_rates_and_bytes_of_every_stage(recipe) -> None:
+    asking = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, prompts=["Hi", "much " * 60]))
+    with pytest.raises(UserError, match="number 2, of 3"):
+        preview(asking)
     text = preview(recipe)
     for expected in (
         "data.train",

@@ -32,6 +32,7 @@ def _replaced(config, path, value):
 def test_the_recipes_that_the_changes_below_start_from_are_sound():
     assert check_settings(SOUND) == []
     assert check_settings(RANDOM) == []
+    assert check_settings(changed(SOUND, eval__prompts="my prompts.txt")) == []
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,13 @@ def test_the_recipes_that_the_changes_below_start_from_are_sound():
         ("trainer__epochs", 0.0),
         ("eval__every_n_steps", 0),
         ("eval__max_batches", 0),
+        ("eval__min_delta", -0.1),
+        ("eval__min_delta", 0.1),
+        ("eval__prompts", []),
+        ("eval__prompts", ["Hi", " "]),
+        ("eval__generate_every_n_steps", 10),
+        ("eval__max_new_tokens", 0),
+        ("eval__temperature", -1.0),
         ("zero__prefetch_bytes", -1),
         ("checkpoint__max_shard_bytes", 0),
         ("name", ""),
@@ -82,6 +90,9 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"model__path": None}, "model.path"),
         ({"data__validation": "x.jsonl"}, "data.validation_fraction"),
         ({"data__validation_fraction": 0.0, "eval__every_n_steps": 10}, "eval.every_n_steps"),
+        ({"data__validation_fraction": 0.0, "eval__patience": 3}, "eval.patience"),
+        ({"data__validation_fraction": 0.1, "eval__patience": 3}, "eval.patience"),
+        ({"data__validation_fraction": 0.1, "eval__patience": 0, "eval__every_n_steps": 2}, "eval.patience"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, path):

@@ -179,6 +179,18 @@ def test_p19_validation_sees_each_sample_once_on_ranks_of_equal_length(world_siz
     assert sum(batch["trained_tokens"] for batches in ranks for batch in batches) == data.trained_tokens
 
 
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (2, 3), (3, 2), (4, 8)])
+def test_p19_a_micro_batch_of_validation_has_one_source_the_same_on_every_rank(world_size, micro):
+    data, source_of = numbered(17), np.array([0] * 10 + [2] * 7)
+    named = {"source_of": source_of, "source_names": ("a", "b", "c")}
+    ranks = [list(EvalBatches(data, micro_batch_size=micro, rank=rank, world_size=world_size, **named)) for rank in range(world_size)]
+    assert all([batch["source"] for batch in batches] == [batch["source"] for batch in ranks[0]] for batches in ranks)
+    seen = [(sample, batch["source"]) for batches in ranks for batch in batches for sample in who(batch)]
+    assert sorted(seen) == [(n + 1, source_of[n]) for n in range(17)]
+    limited = EvalBatches(data, micro_batch_size=2, max_batches=2, rank=0, world_size=world_size, **named)
+    assert limited.samples == [4, 0, 4], "of each source"
+
+
 def test_validation_may_be_limited_to_some_batches():
     limited = EvalBatches(numbered(17), micro_batch_size=2, max_batches=3)
     assert len(list(limited)) == len(limited) == 3

@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.config.schema import LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
+from framework.config.schema import EvalConfig, LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
 from framework.data.batches import EvalBatches
 from framework.data.dataset import TokenDatasetBuilder
+from framework.data.prompts import Prompt
+from framework.train.callbacks.answers import Answers, Questions
 from framework.train.callbacks.failure import FailureReporter
 from framework.train.callbacks.plot import PlotMetrics
-from framework.train.callbacks.progress import Progress
+from framework.train.callbacks.progress import Progress, ValidationBar
 from framework.train.callbacks.stop import DelayedFlag, GracefulStop
 from framework.train.failure import read_failure
 from framework.train.loggers import Tracker
@@ -72,11 +74,12 @@ class At(pl.Callback):
 
 
 def validation_batches() -> EvalBatches:
-    """20 on each rank."""
-    builder = TokenDatasetBuilder()
-    for _ in range(20 * dist.get_world_size()):
+    """20 on each rank, of two sources."""
+    builder, samples = TokenDatasetBuilder(), 20 * dist.get_world_size()
+    for _ in range(samples):
         builder.add(np.arange(16, dtype=np.int32), np.arange(16) > 8)
-    return EvalBatches(builder.build(), micro_batch_size=1, rank=dist.get_rank(), world_size=dist.get_world_size())
+    sources = {"source_of": np.arange(samples) % 2, "source_names": ("chats", "qa")}
+    return EvalBatches(builder.build(), micro_batch_size=1, rank=dist.get_rank(), world_size=dist.get_world_size(), **sources)
 
 
 def fit(run_dir: Path, steps: int, *, every: int = 1, others=(), validation: bool = False) -> tuple[str, Progress, Tracker, GracefulStop]:
@@ -86,10 +89,10 @@ def fit(run_dir: Path, steps: int, *, every: int = 1, others=(), validation: boo
     recipe = RecipeConfig(zero=ZeroConfig(stage=2), trainer=TrainerConfig(accelerator="cpu", collective_timeout_seconds=30))
     module = CausalLMModule(TINY, optimizer=OptimizerConfig(lr=0.01), schedule=ScheduleConfig(name="constant"), total_steps=steps)
     tracker = Remembered()
-    metrics = MetricsFile(run_dir / "metrics.csv") if rank == 0 else None
+    metrics = MetricsFile(run_dir / "metrics.csv", ("chats", "qa") if validation else ()) if rank == 0 else None
     progress = Progress(metrics, tracker, total_steps=steps, steps_per_epoch=4, log_every_n_steps=every)
     stop = GracefulStop(run_dir, supervised=True)
-    callbacks = [FailureReporter(run_dir), progress, stop, PlotMetrics(run_dir, "tiny"), *others]
+    callbacks = [FailureReporter(run_dir), ValidationBar(), progress, stop, PlotMetrics(run_dir, "tiny"), *others]
     trainer = build_trainer(recipe, build_strategy(recipe), total_steps=steps, run_dir=run_dir, callbacks=callbacks)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -137,8 +140,12 @@ def test_a_validation_has_its_own_line_and_row(tmp_path, ranks):
     *training, validation = read_metrics(tmp_path / "metrics.csv")
     assert [row.step for row in training] == [1, 2, 3, 4]
     assert (validation.step, validation.loss) == (4, None) and validation.val_loss > 0
-    assert f"step 4/4  validation loss {validation.val_loss:.4f}  perplexity {math.exp(validation.val_loss):.2f}" in output
-    assert seen[-1][1]["val/loss"] == validation.val_loss
+    loss, of_sources = validation.val_loss, validation.val_loss_of
+    shown = f"chats {of_sources['chats']:.4f}, qa {of_sources['qa']:.4f}"
+    assert f"step 4/4  validation loss {loss:.4f}  perplexity {math.exp(loss):.2f}  ({shown})" in output
+    logged = seen[-1][1]
+    assert (logged["val/loss"], logged["val/perplexity"]) == (loss, validation.val_perplexity) == (loss, math.exp(loss))
+    assert (logged["val/qa/loss"], logged["val/qa/perplexity"]) == (of_sources["qa"], math.exp(of_sources["qa"]))
 
 
 # ---- stop
@@ -183,6 +190,25 @@ def test_a_signal_ends_a_validation_on_all_ranks_after_the_same_batch(tmp_path, 
     assert read_finishing(tmp_path) == Finishing(step=4, stopped=True)
     assert [row.val_loss for row in read_metrics(tmp_path / "metrics.csv")] == [None] * 4, "half a validation has no result"
     assert "validation" not in output and "stop requested: all ranks stop after step 4" in output
+
+
+def stop_while_answering(run_dir: Path, rank: int):
+    """The signal comes just before the answers of step 6."""
+    given = [Prompt("one", [1, 2, 3]), Prompt("two", [4]), Prompt("three", [5, 6])]
+    asked = Questions(prompts=given, stop_ids=[], tokenizer=None) if dist.get_rank() == 0 else None
+    config, tracker = EvalConfig(generate_every_n_steps=6, max_new_tokens=5), Tracker()
+    progress = Progress(None, tracker, total_steps=20, steps_per_epoch=4, log_every_n_steps=1)
+    stop = GracefulStop(run_dir, supervised=True)
+    place = {"file": run_dir / "answers.jsonl", "tracker": tracker, "progress": progress, "stop": stop}
+    others = [At(rank, 6, lambda: os.kill(os.getpid(), signal.SIGTERM)), Answers(config, asked, seed=0, **place)]
+    _, _, _, stop = fit(run_dir, 20, others=others)
+    return stop.stopped_at_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_gives_the_answers_of_a_step_up_on_all(tmp_path, ranks, rank):
+    assert ranks(2, stop_while_answering, tmp_path, rank) == [7, 7]
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_the_stop_flag_is_read_at_once_on_the_cpu():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
 from framework.config.errors import UserError
 from framework.config.schema import LoggerConfig, RecipeConfig
-from framework.train.loggers import Tracker, build_tracker, check_logger
+from framework.train.loggers import Answer, Tracker, build_tracker, check_logger
 from framework.train.run_dir import write_run_dir
 
 
@@ -38,6 +39,17 @@ def test_tensorboard_gets_the_numbers_by_step_and_the_recipe_once(tmp_path):
     assert [event.value for event in events.Scalars("tokens")] == [10, 20, 50]
     (config,) = events.Tensors("config/text_summary")
     assert b"name: tiny" in config.tensor_proto.string_val[0]
+
+
+def test_tensorboard_shows_answers_letter_for_letter(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = build_tracker(recipe(tmp_path, name="tensorboard"), tmp_path)
+    tracker.log_answers(7, [Answer("Who?", "# I\n*am*"), Answer("What?", "that")])
+    tracker.finish()
+    (event,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("answers/text_summary")
+    assert event.step == 7
+    assert event.tensor_proto.string_val[0].decode() == "    Who?\n\n---\n\n    # I\n    *am*\n\n    What?\n\n---\n\n    that"
 
 
 @pytest.fixture
@@ -70,6 +82,15 @@ def test_wandb_without_a_key_or_a_server_is_written_offline_and_says_so(tmp_path
     assert f"wandb: {reason}" in capsys.readouterr().out
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(folder.glob("*.wandb"))
+
+
+def test_wandb_gets_answers_as_a_table(tmp_path, no_wandb_account):
+    tracker = build_tracker(recipe(tmp_path, name="wandb"), tmp_path)
+    tracker.log_answers(7, [Answer("Who?", "I am"), Answer("What?", "that")])
+    tracker.finish()
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/answers_*.table.json")
+    shown = json.loads(table.read_text())
+    assert (shown["columns"], shown["data"]) == (["step", "prompt", "answer"], [[7, "Who?", "I am"], [7, "What?", "that"]])
 
 
 def test_p39_a_resumed_run_goes_on_in_the_same_run_of_the_dashboard(tmp_path, no_wandb_account):

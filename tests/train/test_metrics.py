@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from framework.train.callbacks.plot import plot_metrics
-from framework.train.metrics import MetricsFile, MetricsRow, read_metrics, series
+from framework.train.metrics import MetricsFile, MetricsRow, continue_metrics, read_metrics, series
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = MetricsRow(step=10, epoch=0.25, loss=2.5, lr=2e-05, grad_norm=1.0, tokens=4096, tokens_per_second=812.5, seconds=5.0)
-VALIDATION = MetricsRow(step=10, epoch=0.25, tokens=4096, seconds=6.5, val_loss=2.25)
+VALIDATION = MetricsRow(step=10, epoch=0.25, tokens=4096, seconds=6.5, val_loss=2.25, val_perplexity=9.5)
 
 
 def write(path: Path, *rows: MetricsRow) -> None:
@@ -27,9 +28,9 @@ def write(path: Path, *rows: MetricsRow) -> None:
 def test_the_columns_of_the_file(tmp_path):
     write(tmp_path / "m.csv", TRAIN, VALIDATION)
     assert (tmp_path / "m.csv").read_text() == (
-        "step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss\n"
-        "10,0.25,2.5,2e-05,1.0,4096,812.5,5.0,\n"
-        "10,0.25,,,,4096,,6.5,2.25\n"
+        "step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss,val_perplexity\n"
+        "10,0.25,2.5,2e-05,1.0,4096,812.5,5.0,,\n"
+        "10,0.25,,,,4096,,6.5,2.25,9.5\n"
     )
 
 
@@ -38,6 +39,20 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     rows = read_metrics(tmp_path / "m.csv")
     assert rows == [TRAIN, VALIDATION]
     assert series(rows, "val_loss") == ([10], [2.25])
+
+
+def test_several_sources_of_validation_data_have_two_columns_each(tmp_path):
+    row = dataclasses.replace(VALIDATION, val_loss_of={"a,b": 1.5, "chats": 0.0})
+    metrics = MetricsFile(tmp_path / "m.csv", ["chats", "a,b"])
+    metrics.append(TRAIN)
+    metrics.append(row)
+    metrics.close()
+    header, training, validation = (tmp_path / "m.csv").read_text().splitlines()
+    assert header.endswith(',val_loss,val_perplexity,val_loss/chats,val_perplexity/chats,"val_loss/a,b","val_perplexity/a,b"')
+    assert training.endswith(",5.0,,,,,,") and validation.endswith(f",2.25,9.5,0.0,1.0,1.5,{math.exp(1.5)!r}")
+    assert read_metrics(tmp_path / "m.csv") == [TRAIN, row]
+    continue_metrics(tmp_path / "m.csv", tmp_path / "next.csv", 10, ["chats", "a,b"])
+    assert (tmp_path / "next.csv").read_text() == (tmp_path / "m.csv").read_text()
 
 
 def test_a_loss_that_is_no_number_comes_back_too(tmp_path):

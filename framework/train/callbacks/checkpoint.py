@@ -31,6 +31,7 @@ class SaveCheckpoints(pl.Callback):
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, run_state: Callable[[], dict[str, Any]]) -> None:
         self.run_dir, self.config, self.run_state = run_dir, config, run_state
+        self._after_validation = False
         self.saved_step: int | None = None
         """Of the newest checkpoint that this run has made."""
         self.failures: list[str] = []
@@ -59,6 +60,14 @@ class SaveCheckpoints(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         every, step = self.config.every_n_steps, trainer.global_step
         if every is not None and step % every == 0 and step < trainer.max_steps:
+            self._after_validation = _validates(trainer)
+            if not self._after_validation:
+                self.save(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A checkpoint of a step with a validation holds what followed from it, for it is not repeated by the run that goes on."""
+        if self._after_validation:
+            self._after_validation = False
             self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
@@ -89,6 +98,11 @@ class SaveCheckpoints(pl.Callback):
             prune(self.run_dir, self.config.keep)
         except OSError as error:  # on rank 0 alone, and the new checkpoint is whole: nothing to stop for
             print(f"older checkpoints stay: {error}", flush=True)
+
+
+def _validates(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows this step."""
+    return bool(trainer.num_val_batches) and trainer.limit_val_batches != 0 and trainer.global_step % trainer.val_check_batch == 0
 
 
 def _appears(path: Path) -> bool:

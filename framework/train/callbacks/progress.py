@@ -3,7 +3,7 @@
     step  120/1,000  epoch 0.48  loss 1.8342  lr 1.96e-05  grad 0.913  12,345 tok/s  0:02:10 < 0:15:52
 
 The module offers `last_stats` (`loss`, `grad_norm`, `tokens`: 0-d tensors over all ranks), `lr` and, after a validation,
-`last_validation` (its loss). `tokens` are trained tokens of all ranks.
+`last_validation_by_source`. `tokens` are trained tokens of all ranks.
 
 Unusual: on steps that are not logged nothing is read from the device; token counts are summed there. The loss of a line is that of
 its step, so that the same step shows the same number whatever the cadence.
@@ -11,7 +11,6 @@ its step, so that the same step shows the same number whatever the cadence.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator
 from typing import Any
@@ -22,8 +21,9 @@ import torch
 from framework.progress import progress
 from framework.train.loggers import Tracker
 from framework.train.metrics import MetricsFile, MetricsRow
+from framework.train.source_loss import SourceLoss, perplexity, total
 
-LARGEST_EXPONENT = 700.0
+MOST_SOURCES_SHOWN = 4
 
 
 class Progress(pl.Callback):
@@ -46,7 +46,6 @@ class Progress(pl.Callback):
         """The last training row, for the summary."""
         self._tokens = 0  # trained, of the whole run, up to the last logged step
         self._unread_tokens: torch.Tensor | None = None  # trained, since then
-        self._validated: Generator[int] | None = None  # batches of the validation under way
         self._seconds_before = 0.0  # of earlier parts of a resumed run
         self._first_step = 0
 
@@ -85,39 +84,38 @@ class Progress(pl.Callback):
         print(self._line(row), flush=True)
         self._record(row)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validated = progress(range(len(trainer.val_dataloaders)), "validation", unit="batches", show=trainer.is_global_zero)
-        next(self._validated)
-
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        next(self._validated, None)
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._validated.close()
         if trainer.sanity_checking or not trainer.is_global_zero or trainer.val_dataloaders.given_up:
             return
-        step, loss = trainer.global_step, pl_module.last_validation
-        perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
-        print(f"step {self._of(step)}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}", flush=True)
+        step, sources = trainer.global_step, pl_module.last_validation_by_source
+        every = total(sources)
+        print(f"step {self._of(step)}  validation loss {every.loss:.4f}  perplexity {every.perplexity:,.2f}{_shown(sources)}", flush=True)
         self._record(
             MetricsRow(
                 step=step,
                 epoch=round(step / self.steps_per_epoch, 4),
                 tokens=self._tokens,
                 seconds=round(self._seconds(), 3),
-                val_loss=loss,
+                val_loss=every.loss,
+                val_perplexity=every.perplexity,
+                val_loss_of={source.name: source.loss for source in sources} if len(sources) > 1 else {},
             )
         )
-        self._logged_at = time.perf_counter()  # the time of a validation is not that of the next steps
+        self.training_goes_on()
+
+    def training_goes_on(self) -> None:
+        """The time since the last line was not that of training: tokens per second begin to count here."""
+        self._logged_at = time.perf_counter()
 
     def _record(self, row: MetricsRow) -> None:
         if self.metrics is not None:
             self.metrics.append(row)
         names = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "tokens_per_second": "train/tokens_per_second"}
-        names |= {"val_loss": "val/loss", "tokens": "tokens", "epoch": "epoch"}
-        self.tracker.log(row.step, {title: value for name, title in names.items() if (value := getattr(row, name)) is not None})
+        names |= {"val_loss": "val/loss", "val_perplexity": "val/perplexity", "tokens": "tokens", "epoch": "epoch"}
+        values = {title: value for name, title in names.items() if (value := getattr(row, name)) is not None}
+        for source, loss in row.val_loss_of.items():
+            values |= {f"val/{source}/loss": loss, f"val/{source}/perplexity": perplexity(loss)}
+        self.tracker.log(row.step, values)
 
     def _line(self, row: MetricsRow) -> str:
         here = time.perf_counter() - self._began
@@ -140,6 +138,33 @@ class Progress(pl.Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._tokens, self._seconds_before = state["tokens"], state["seconds"]
+
+
+class ValidationBar(pl.Callback):
+    """How far a long validation has come."""
+
+    def __init__(self) -> None:
+        self._batches: Generator[int] | None = None
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batches = progress(range(len(trainer.val_dataloaders)), "validation", unit="batches", show=trainer.is_global_zero)
+        next(self._batches)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        next(self._batches, None)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batches.close()
+
+
+def _shown(sources: list[SourceLoss]) -> str:
+    """`  (chats 1.2345, qa 0.9876)`: the loss of each of several sources."""
+    if len(sources) < 2:
+        return ""
+    shown = ", ".join(f"{source.name} {source.loss:.4f}" for source in sources[:MOST_SOURCES_SHOWN])
+    return f"  ({shown}{', ...' if len(sources) > MOST_SOURCES_SHOWN else ''})"
 
 
 def _clock(seconds: float) -> str:

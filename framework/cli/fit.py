@@ -48,7 +48,7 @@ from framework.train.callbacks.stop import GracefulStop
 from framework.train.loggers import Tracker, build_tracker
 from framework.train.metrics import MetricsFile, continue_metrics
 from framework.train.module import CausalLMModule
-from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, write_summary
+from framework.train.run_dir import EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, read_environment, write_summary
 from framework.train.strategy import ZeroStrategy
 from framework.train.trainer import build_strategy, build_trainer
 from framework.worker import is_supervised
@@ -76,7 +76,8 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     checkpoint = None if recipe.resume == "none" else resumed(plan, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
-    run_id = checkpoint.run["tracker"] if checkpoint else None
+    alone = read_environment(run_dir)["sweep_job"] is None  # jobs of a sweep must not write into one run of the dashboard
+    run_id = checkpoint.run["tracker"] if checkpoint and alone else None
     with busy("starting the dashboard", show=is_first):
         tracker = build_tracker(recipe, run_dir, run_id=run_id) if is_first else Tracker()
     metrics = MetricsFile(run_dir / METRICS) if is_first else None
@@ -95,17 +96,19 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     )
     succeeded = False
     try:
-        trainer.fit(module, *batches(plan, prepared, place, first_step))
-        with watch.stop.saving(strategy.engine.steps_done, is_first=is_first):
-            try:
-                if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
-                    watch.saves.save(trainer)
-            finally:  # a disk that is too small for a checkpoint may still take the model
-                if recipe.checkpoint.export:
-                    export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
-        succeeded = True
-        if is_first:
-            conclude(strategy, module, watch, run_dir)
+        with watch.stop:
+            trainer.fit(module, *batches(plan, prepared, place, first_step))
+            with watch.stop.saving(strategy.engine.steps_done, is_first=is_first):
+                try:
+                    if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
+                        watch.saves.save(trainer)
+                    watch.saves.finish(trainer)
+                finally:  # a disk that is too small for a checkpoint may still take the model
+                    if recipe.checkpoint.export:
+                        export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
+                succeeded = True
+                if is_first:
+                    conclude(strategy, module, watch, run_dir)
     finally:
         tracker.finish("success" if succeeded else "failed")
         if metrics is not None:
@@ -137,7 +140,11 @@ def watch_over(
         log_every_n_steps=recipe.trainer.log_every_n_steps,
     )
     saves = SaveCheckpoints(
-        run_dir, recipe.checkpoint, lambda: {**remembered, "progress": progress.state_dict(), "tracker": tracker.run_id}
+        run_dir,
+        recipe.checkpoint,
+        lambda: {**remembered, "progress": progress.state_dict(), "tracker": tracker.run_id},
+        validate_every_n_steps=None if plan.validation is None else recipe.eval.every_n_steps,
+        copy_bytes=plan.checkpoint_bytes,
     )
     callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, progress, saves, PlotMetrics(run_dir, recipe.name)]
     if checkpoint:
@@ -174,9 +181,7 @@ def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Pla
     if place.local_rank == 0:
         prepared.save(folder)
         return prepared
-    while not (
-        folder / "train" / "ready"
-    ).exists():  # no collective, so no time limit; the supervisor ends this rank when the first one fails
+    while not (folder / "train" / "ready").exists():  # no collective, so no time limit; a failure of the first rank ends this one, too
         time.sleep(WAIT_SECONDS)
     return Prepared.load(folder)
 
@@ -244,7 +249,10 @@ def resumed(plan: Plan, remembered: dict[str, Any], folder: Path, run_dir: Path,
     if is_first:
         for change in changes:
             print(f"changed since the checkpoint: {change}", flush=True)
-        continue_metrics(folder.parents[1] / METRICS, run_dir / METRICS, checkpoint.step)
+        earlier = folder.parents[1] / METRICS
+        if not earlier.exists():
+            print(f"{METRICS} begins after step {checkpoint.step:,}: there is no {earlier} to go on with", flush=True)
+        continue_metrics(earlier, run_dir / METRICS, checkpoint.step)
     return checkpoint
 
 
@@ -333,12 +341,15 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         seconds=row.seconds if row else None,
         peak_model_state_bytes=memory.peak,
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
+        checkpoint_copy_bytes=saves.staging.nbytes if saves.staging else 0,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
         checkpoint_step=saves.saved_step,
         failed_saves=saves.failures,
     )
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
+    if saves.staging and saves.staging.nbytes:
+        print(f"copy for checkpoints on rank 0: {saves.staging.nbytes / 2**20:,.1f} MiB of host memory")
     for what, name in (("plot", PLOT), ("metrics", METRICS), ("export", EXPORT)):
         if (run_dir / name).exists():
             print(f"{what + ':':<9}{run_dir / name}")

@@ -1,4 +1,4 @@
-"""The benchmark of the engine runs and compares like with like. What it measures of time is not looked at here."""
+"""The benchmarks of engine and checkpoints run and compare like with like. What they measure of time is not looked at here."""
 
 from __future__ import annotations
 
@@ -67,3 +67,17 @@ def test_the_c_library_counts_the_model_state_that_the_engine_says_it_holds(run)
     for name in OURS:
         row = rows_of(run[1])[name]
         assert 0 <= row["resting_bytes"] - row["own_resting_bytes"] < 2**20, name
+
+
+def test_the_benchmark_of_checkpoints_loads_what_it_saves_and_compares_with_dcp(tmp_path):
+    """It checks by itself, of every contestant, that what was loaded is what was saved, also on one rank."""
+    script, written = ENGINE.with_name("checkpoint.py"), tmp_path / "measured.json"
+    line = [sys.executable, script, "--size", "tiny", "--quick", "--folder", tmp_path, "--json", written]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(json.loads(written.read_text()))
+    assert {"disk alone", "ours", "ours, in the background", "DCP", "DCP async_save"} <= rows.keys()
+    for name in ("ours", "DCP"):
+        assert all(len(rows[name][key]) == 1 for key in ("stall", "save", "load", "load_elsewhere", "export"))
+    assert "| ours, in the background / DCP |" in done.stdout
+    assert list(tmp_path.iterdir()) == [written], "nothing is left"

@@ -76,10 +76,8 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     checkpoint = None if recipe.resume == "none" else resumed(plan, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
-    alone = read_environment(run_dir)["sweep_job"] is None  # jobs of a sweep must not write into one run of the dashboard
-    run_id = checkpoint.run["tracker"] if checkpoint and alone else None
     with busy("starting the dashboard", show=is_first):
-        tracker = build_tracker(recipe, run_dir, run_id=run_id) if is_first else Tracker()
+        tracker = build_tracker(recipe, run_dir, run_id=dashboard_run(checkpoint, run_dir)) if is_first else Tracker()
     metrics = MetricsFile(run_dir / METRICS) if is_first else None
     module = build_module(plan)
     weights = initial_weights(recipe, pretrained)
@@ -254,6 +252,13 @@ def resumed(plan: Plan, remembered: dict[str, Any], folder: Path, run_dir: Path,
             print(f"{METRICS} begins after step {checkpoint.step:,}: there is no {earlier} to go on with", flush=True)
         continue_metrics(earlier, run_dir / METRICS, checkpoint.step)
     return checkpoint
+
+
+def dashboard_run(checkpoint: Checkpoint | None, run_dir: Path) -> str | None:
+    """The id of the run in the dashboard that goes on (P39); None for a new one, which each job of a sweep gets."""
+    if checkpoint is None or read_environment(run_dir)["sweep_job"] is not None:
+        return None
+    return checkpoint.run["tracker"]
 
 
 def initial_weights(recipe: RecipeConfig, pretrained: Pretrained | None) -> Read | None:

@@ -36,12 +36,18 @@ def state_of(plan: Plan) -> dict[str, Any]:
 
 def compare_settings(recipe: RecipeConfig, saved: Mapping[str, Any], step: int) -> list[Problem]:
     """Why `recipe` cannot go on from the checkpoint of `step` that remembers `saved`, as far as settings tell."""
+    if "recipe" not in saved:
+        return [Problem(path="resume", got="a checkpoint that no recipe has made", expected="one of a training run", fix="resume=none")]
     problems = [
         Problem(path=key, got=f"{new}, where the checkpoint was made with {old}", expected="the same", fix=f"{key}={_written(old)}")
         for key, (old, new) in _changed(recipe, saved).items()
         if _below(key, FIXED)
     ]
-    batch, old = solve_batch(recipe.trainer, world_size(recipe.trainer)).global_batch_size, saved["global_batch_size"]
+    old = saved["global_batch_size"]
+    try:
+        batch = solve_batch(recipe.trainer, world_size(recipe.trainer)).global_batch_size
+    except UserError:  # which `check` tells, or the plan
+        batch = old
     if batch != old:
         got = f"{batch}, where the checkpoint was made with {old}"
         problems.append(Problem(path="trainer.global_batch_size", got=got, expected="the same", fix=f"trainer.global_batch_size={old}"))

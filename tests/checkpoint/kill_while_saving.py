@@ -23,7 +23,7 @@ from framework.checkpoint.save import Save, Staging
 from framework.zero import ZeroConfig, ZeroEngine
 from tests.zero import zoo
 
-KILLS, RANKS, END_SECONDS = 36, 2, 60
+KILLS, RANKS, END_SECONDS = 24, 2, 60
 
 
 def rank_of(folder: Path, rank: int, attempt: int) -> None:

@@ -15,6 +15,7 @@ from framework.checkpoint import save as saving
 from framework.checkpoint.folder import checkpoints, step_folder
 from framework.checkpoint.load import Checkpoint
 from framework.checkpoint.save import Save, SaveError, Staging, save
+from framework.zero import ZeroConfig, ZeroEngine
 from tests.checkpoint.test_save_load import make, train
 
 original = saving._write_rank
@@ -76,6 +77,24 @@ def test_the_bytes_are_those_of_the_step_at_which_the_save_began(ranks, tmp_path
             one, other = (json.loads((folder / f"rank_{rank}.json").read_text()) for folder in (waiting, background))
             assert {**one, "save": 0, "sha256": 0} == {**other, "save": 0, "sha256": 0}
         assert Checkpoint(background).step == step
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_next_update_waits_for_the_copy(tmp_path):
+    """A large state: without the wait, the update would be done long before the copy."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(4)))
+    engine = ZeroEngine(module, ZeroConfig(stage=3), optimizer=torch.optim.AdamW(module.parameters(), fused=True), device="cuda")
+    staging, ids = Staging(), torch.ones(1, 4096, device="cuda")
+    for step in (1, 3, 5):
+        engine.backward(engine.module(ids).square().sum(), tokens=1)
+        engine.step()
+        save(engine, step_folder(tmp_path / "waiting", step), run={})
+        under_way = Save(engine, step_folder(tmp_path / "background", step), run={}, staging=staging)
+        engine.backward(engine.module(ids).square().sum(), tokens=1)
+        engine.step()
+        end(under_way)
+        one, other = (step_folder(tmp_path / name, step) for name in ("waiting", "background"))
+        assert staging._pinned and (one / "rank_0.safetensors").read_bytes() == (other / "rank_0.safetensors").read_bytes()
 
 
 def fail_in_the_thread(folder: Path, bad: int, where: str):

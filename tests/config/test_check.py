@@ -59,6 +59,9 @@ def test_the_recipes_that_the_changes_below_start_from_are_sound():
         ("eval__max_batches", 0),
         ("zero__prefetch_bytes", -1),
         ("checkpoint__max_shard_bytes", 0),
+        ("checkpoint__keep", 0),
+        ("checkpoint__keep_every_n_steps", 750),
+        ("checkpoint__keep_best", -1),
         ("name", ""),
         ("name", "../elsewhere"),
         ("name", "/tmp/x"),
@@ -81,6 +84,8 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"schedule__name": "wsd", "schedule__decay_ratio": 0.0}, "schedule.decay_ratio"),
         ({"model__path": None}, "model.path"),
         ({"data__validation": "x.jsonl"}, "data.validation_fraction"),
+        ({"checkpoint__keep_best": 1, "eval__every_n_steps": None}, "checkpoint.keep_best"),
+        ({"checkpoint__every_n_steps": None, "checkpoint__keep_every_n_steps": 1000}, "checkpoint.keep_every_n_steps"),
         ({"data__validation_fraction": 0.0, "eval__every_n_steps": 10}, "eval.every_n_steps"),
     ],
 )

@@ -136,10 +136,9 @@ class Save:
         try:
             contents = contents_of(engine)
             copies, engine.reading = (None, None) if staging is None else staging.copy(contents.tensors, engine.device)
+            threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True).start()
         except Exception as error:  # like one in the thread: the other ranks hear of it when they ask
             self._fail(error)
-        else:
-            threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True).start()
         self.stall_seconds = time.perf_counter() - self._began
 
     @property

@@ -62,6 +62,8 @@ def check_resume(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
     Raises UserError where the same training cannot go on.
     """
     problems = compare_settings(plan.recipe, saved, step)
+    if "recipe" not in saved:
+        raise UserError(*problems)
     if saved["architecture"] != to_dict(plan.architecture):
         got = "another architecture than that of the checkpoint"
         problems.append(Problem(path="model", got=got, expected=f"{saved['architecture']}", fix="resume=none"))

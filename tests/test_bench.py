@@ -1,4 +1,4 @@
-"""The benchmarks of engine and data run and compare like with like. What they measure of time is not looked at here."""
+"""The benchmarks of engine, data and checkpoints run and compare like with like. What they measure of time is not looked at here."""
 
 from __future__ import annotations
 
@@ -97,3 +97,18 @@ def test_memory_grows_by_less_than_the_tokens_of_a_row(data):
     small, large = data[1]["memory"]
     assert large["tokens"] / large["rows"] > 23
     assert large["peak_bytes"] - small["peak_bytes"] < 2**22 + 120 * (large["rows"] - small["rows"])
+
+
+# ---- checkpoints
+def test_the_benchmark_of_checkpoints_loads_what_it_saves_and_compares_with_dcp(tmp_path):
+    """It checks by itself, of every contestant, that what was loaded is what was saved, also on one rank."""
+    script, written = ENGINE.with_name("checkpoint.py"), tmp_path / "measured.json"
+    line = [sys.executable, script, "--size", "tiny", "--quick", "--folder", tmp_path, "--json", written]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(json.loads(written.read_text()))
+    assert {"disk alone", "ours", "ours, in the background", "DCP", "DCP async_save"} <= rows.keys()
+    for name in ("ours", "DCP"):
+        assert all(len(rows[name][key]) == 1 for key in ("stall", "save", "load", "load_elsewhere", "export"))
+    assert "| ours, in the background / DCP |" in done.stdout
+    assert list(tmp_path.iterdir()) == [written], "nothing is left"

@@ -1,14 +1,19 @@
-"""Checkpoint folders of a run: their names, which of them are whole, which is the newest, which may go. No torch.
+"""Checkpoint folders of a run: their names, which of them are whole, which is the newest or the best, which may go. No torch.
 
-    RUN/checkpoints/step_500/    index.json, and of every rank rank_N.safetensors and rank_N.json (format.py)
+    RUN/checkpoints/step_500/    index.json, and of every rank rank_N.safetensors and rank_N.json (README.md)
     RUN/checkpoints/latest       the name of the newest
+    RUN/checkpoints/best         the name of the one with the least validation loss, with `checkpoint.keep_best`
 
 A folder gets its name when everything in it is on the disk; until then it is called .step_500.partial. So what has a name is whole, unless
 somebody has damaged it since.
+
+Unusual: the descriptions are JSON that ends with its own checksum (`sealed`), because a changed offset or interval would be read as
+faithfully as the right one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -19,11 +24,12 @@ from framework.config.errors import Problem, UserError
 from framework.disk import sync, write_whole
 
 CHECKPOINTS = "checkpoints"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 INDEX = "index.json"
 SUMMARY = "summary.json"
 """Of a run: how it ended."""
 STEP = re.compile(r"step_(\d+)")
+FORMAT, VERSION = "framework checkpoint", 2
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -52,40 +58,112 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest step first."""
     folder = Path(run_dir) / CHECKPOINTS
     found = [entry for entry in folder.iterdir() if STEP.fullmatch(entry.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda entry: int(STEP.fullmatch(entry.name)[1]))
+    return sorted(found, key=step_of)
 
 
-def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the `keep` newest whole checkpoints, and what broken-off saves have left; returns what is gone.
+def step_of(folder: Path) -> int:
+    return int(STEP.fullmatch(folder.name)[1])
 
-    A checkpoint that is not whole counts for nothing and stays: somebody may want to look at it.
+
+def prune(run_dir: Path, keep: int, *, keep_every_n_steps: int | None = None, keep_best: int = 0) -> list[Path]:
+    """Remove whole checkpoints that nothing asks to keep, and what broken-off saves have left; returns what is gone.
+
+    The `keep` newest stay, those whose step is a multiple of `keep_every_n_steps`, and the `keep_best` with the least validation loss, of
+    which `best` names the first. A checkpoint that is not whole counts for nothing and stays: somebody may want to look at it.
     """
     folder = Path(run_dir) / CHECKPOINTS
-    whole = [path for path in checkpoints(run_dir) if what_is_missing(path) is None]
-    old = whole[: max(0, len(whole) - max(1, keep))]
-    for path in old:
-        path.rename(partial_folder(path))  # a name means whole, so the name goes first
+    whole = whole_checkpoints(run_dir)
+    stay = set(whole[-max(1, keep) :])
+    if keep_every_n_steps:
+        stay |= {path for path in whole if step_of(path) % keep_every_n_steps == 0}
+    if keep_best and (best := _best(whole)[:keep_best]):
+        stay |= set(best)
+        write_whole(folder / BEST, f"{best[0].name}\n")
     for leftover in folder.glob(".step_*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
+    old = [path for path in whole if path not in stay]
+    for path in old:
+        path.rename(partial_folder(path))  # a name means whole, so the name goes first
+        shutil.rmtree(partial_folder(path), ignore_errors=True)
     return old
 
 
+def _best(folders: list[Path]) -> list[Path]:
+    """Those that have a validation loss, the least first; of equal ones the newest."""
+    losses = {path: loss for path in folders if (loss := validation_loss(read_index(path))) is not None}
+    return sorted(losses, key=lambda path: (losses[path], -step_of(path)))
+
+
+def validation_loss(index: dict[str, Any]) -> float | None:
+    """Of the step that was saved; None where that step was not validated."""
+    return index["run"].get("validation_loss")
+
+
+# ---- descriptions
+def sealed(content: dict[str, Any]) -> str:
+    """`content` as JSON whose last key is a checksum of all that stands before it."""
+    body = json.dumps(content)[:-1]
+    return f"{body}{_seal_of(body)}"
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """The content of JSON that `sealed` has written. Raises ValueError where it has changed since."""
+    body = text[: -len(_seal_of(""))]
+    if text != f"{body}{_seal_of(body)}":
+        raise ValueError("changed since it was written (its checksum differs)")
+    return json.loads(text)
+
+
+def _seal_of(body: str) -> str:
+    return f', "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'
+
+
 def read_index(folder: Path) -> dict[str, Any]:
-    """The content of `index.json`. Raises UserError where it is missing or broken."""
+    """The content of `index.json`. Raises UserError where it is missing, broken or of another format."""
     file = Path(folder) / INDEX
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        text = file.read_text()
+        index = json.loads(text)
+        made_by = (index["format"], index["version"])
+        if made_by in ((FORMAT, VERSION), (FORMAT, 1)):
+            return unsealed(text) if made_by[1] > 1 or "sha256" in index else index  # version 1 had no checksum here
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(Problem(path=str(file), got=f"{type(error).__name__}: {error}", expected="the index of a checkpoint")) from error
+    got = f"{made_by[0]!r}, version {made_by[1]}"
+    raise UserError(Problem(path=str(folder), got=got, expected=f"{FORMAT!r}, version 1 or {VERSION}"))
+
+
+def read_ranks(folder: Path, index: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank says of its part. Raises OSError, ValueError or KeyError where one is missing or does not belong to `index`."""
+    ranks = []
+    for rank in range(index["world_size"]):
+        file = folder / f"rank_{rank}.json"
+        text = file.read_text()
+        content = unsealed(text) if index["version"] > 1 else json.loads(text)
+        if content["save"] != index["save"]:
+            raise ValueError(f"{file.name} of another save")
+        if index["version"] > 1 and digest_of(text) != index["ranks"][rank]:
+            raise ValueError(f"{file.name} changed since it was written (its checksum differs)")
+        ranks.append(content)
+    return ranks
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Why a checkpoint cannot be whole, seen from names and sizes alone; None when nothing speaks against it."""
+    """Why a checkpoint cannot be whole, seen from its descriptions, names and sizes; None when nothing speaks against it."""
     try:
         index = read_index(folder)
         for rank in range(index["world_size"]):
-            if reason := _missing_of_rank(folder, rank, index["save"]):
-                return reason
+            for file in (folder / f"rank_{rank}.safetensors", folder / f"rank_{rank}.json"):
+                if not file.is_file():
+                    return f"no {file.name}"
+        for rank, described in enumerate(read_ranks(folder, index)):
+            weights = folder / f"rank_{rank}.safetensors"
+            if weights.stat().st_size != described["file_bytes"]:
+                return f"{weights.name} of {weights.stat().st_size:,} bytes where {described['file_bytes']:,} were written"
     except UserError as error:
         return error.problems[0].got
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -93,37 +171,21 @@ def what_is_missing(folder: Path) -> str | None:
     return None
 
 
-def _is_done(run: Path) -> bool:
-    try:
-        return json.loads((run / SUMMARY).read_text())["ended"] in ("done", "early")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _missing_of_rank(folder: Path, rank: int, save: str) -> str | None:
-    weights, description = folder / f"rank_{rank}.safetensors", folder / f"rank_{rank}.json"
-    for file in (weights, description):
-        if not file.is_file():
-            return f"no {file.name}"
-    facts = json.loads(description.read_text())
-    if facts["save"] != save:
-        return f"{description.name} of another save"
-    if weights.stat().st_size != facts["file_bytes"]:
-        return f"{weights.name} of {weights.stat().st_size:,} bytes where {facts['file_bytes']:,} were written"
-    return None
-
-
+# ---- which checkpoint a run goes on from
 def resolve(resume: str, runs_dir: Path, name: str) -> Path | None:
-    """The checkpoint that `resume` means: that of a run or a checkpoint folder; `none`; `auto`, that of the newest run in RUNS_DIR/NAME,
-    None where that is done or no run has one.
+    """The checkpoint that `resume` means: the newest of a run, a checkpoint folder, or what RUN/checkpoints/latest or best names; `none`;
+    `auto`, that of the newest run in RUNS_DIR/NAME, None where that is done or no run has one.
 
     Raises UserError where nothing whole is found at a path.
     """
     if resume == "none":
         return None
     if resume == "auto":
-        return _newest_run(Path(runs_dir).expanduser() / name)
+        run = newest_run(runs_dir, name)
+        return None if run is None or is_done(run) else whole_checkpoints(run)[-1].absolute()
     path = Path(resume).expanduser()
+    if path.name in (LATEST, BEST) and path.is_file():
+        path = path.with_name(path.read_text().strip())
     found = [path] if (path / INDEX).is_file() else checkpoints(path)
     whole = [folder for folder in found if what_is_missing(folder) is None]
     if not whole:
@@ -134,19 +196,21 @@ def resolve(resume: str, runs_dir: Path, name: str) -> Path | None:
     return whole[-1].absolute()
 
 
-def finished_run(runs_dir: Path, name: str) -> Path | None:
-    """The newest run of this name, where it came to its end."""
+def newest_run(runs_dir: Path, name: str) -> Path | None:
+    """The newest run of this name that is done or has a whole checkpoint, run directories being named by their time."""
     runs = Path(runs_dir).expanduser() / name
-    started = [run for run in sorted(runs.iterdir()) if (run / SUMMARY).exists() or checkpoints(run)] if runs.is_dir() else []
-    return started[-1] if started and _is_done(started[-1]) else None
+    found = sorted(runs.iterdir(), reverse=True) if runs.is_dir() else []
+    return next((run for run in found if is_done(run) or whole_checkpoints(run)), None)
 
 
-def _newest_run(runs: Path) -> Path | None:
-    """The last whole checkpoint of the newest run that has one, run directories being named by their time; None after a finished run."""
-    for run in sorted(runs.iterdir(), reverse=True) if runs.is_dir() else ():
-        whole = [folder for folder in checkpoints(run) if what_is_missing(folder) is None]
-        if _is_done(run):
-            return None
-        if whole:
-            return whole[-1].absolute()
-    return None
+def whole_checkpoints(run_dir: Path) -> list[Path]:
+    """Oldest step first."""
+    return [folder for folder in checkpoints(run_dir) if what_is_missing(folder) is None]
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether a run came to its end."""
+    try:
+        return json.loads((run_dir / SUMMARY).read_text())["ended"] in ("done", "early")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

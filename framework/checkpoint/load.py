@@ -10,20 +10,19 @@ Every byte that is used has been compared with its checksum. Raises UserError, n
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
-from framework.checkpoint.folder import read_index, what_is_missing
-from framework.checkpoint.save import FORMAT, MASTER, VERSION
+from framework.checkpoint.contents import MASTER
+from framework.checkpoint.folder import read_index, read_ranks, what_is_missing
 from framework.config.errors import Problem, UserError
 from framework.models.safetensors_io import Entry, RangeReader, read_header
 from framework.zero import ZeroEngine, state
@@ -32,7 +31,11 @@ from framework.zero.layout import Piece
 Read = Callable[[str, int, int], Tensor]
 
 
-@dataclass(frozen=True)
+CHECKSUMS = {"xxh3": xxh3_64_intdigest, "crc32": zlib.crc32}
+"""The latter in version 1 of the format."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Part:
     """An interval of a buffer's flat space, as one rank has written it."""
 
@@ -40,7 +43,14 @@ class _Part:
     stop: int
     entry: Entry
     checksums: list[int]
+    """Of each chunk of its bytes."""
+    checksum: Callable[[memoryview], int]
     chunk_bytes: int
+
+    @property
+    def per_chunk(self) -> int:
+        """Elements of a chunk."""
+        return self.chunk_bytes // self.entry.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,6 @@ class Checkpoint:
         if (missing := what_is_missing(self.folder)) is not None:
             raise _damaged(self.folder, missing)
         self.index = read_index(self.folder)
-        if (self.index.get("format"), self.index.get("version")) != (FORMAT, VERSION):
-            got = f"{self.index.get('format')!r}, version {self.index.get('version')}"
-            raise UserError(Problem(path=str(self.folder), got=got, expected=f"{FORMAT!r}, version {VERSION}"))
         self.step: int = self.index["step"]
         self.world_size: int = self.index["world_size"]
         self.run: dict[str, Any] = self.index["run"]
@@ -69,9 +76,11 @@ class Checkpoint:
             for number, buffer in enumerate(self.index["buffers"])
             for parameter in buffer["parameters"]
         }
-        self._ranks = [json.loads((self.folder / f"rank_{rank}.json").read_text()) for rank in range(self.world_size)]
+        self._ranks = read_ranks(self.folder, self.index)
         self._parts = self._find_parts()
         self._reader = RangeReader()
+        self._last_chunk: tuple[_Part, int, Tensor] | None = None
+        """What was read last of a chunk that holds more than was asked for: the next parameter begins there."""
 
     def _find_parts(self) -> dict[str, list[_Part]]:
         """By "BUFFER/KEY": the intervals in order. Raises UserError where they do not cover the buffer."""
@@ -79,7 +88,8 @@ class Checkpoint:
         for rank, described in enumerate(self._ranks):
             entries = read_header(self.folder / f"rank_{rank}.safetensors")
             for name, tensor in described["tensors"].items():
-                part = _Part(tensor["start"], tensor["stop"], entries[name], tensor["crc32"], described["chunk_bytes"])
+                kind = next(kind for kind in CHECKSUMS if kind in tensor)
+                part = _Part(tensor["start"], tensor["stop"], entries[name], tensor[kind], CHECKSUMS[kind], described["chunk_bytes"])
                 parts.setdefault(name, []).append(part)
         for number, buffer in enumerate(self.index["buffers"]):
             intervals = sorted(parts.get(f"{number}/{MASTER}", ()), key=lambda part: part.start)
@@ -94,30 +104,37 @@ class Checkpoint:
         place = self.places[name]
         begin, end = place.offset + start, place.offset + stop
         parts = self._parts[f"{place.buffer}/{key}"]
-        found = []
-        at = max(0, bisect_right([part.start for part in parts], begin) - 1)
+        found = torch.empty(stop - start, dtype=parts[0].entry.dtype)
+        at = max(0, bisect_right(parts, begin, key=lambda part: part.start) - 1)
         while begin < end:
             part = parts[at] if at < len(parts) else None
             if part is None or not part.start <= begin < part.stop:
                 raise _damaged(self.folder, f"no {key} of {name} from element {begin - place.offset:,} on")
             upto = min(end, part.stop)
-            found.append(self._read_part(part, begin - part.start, upto - part.start))
+            self._read_part(part, begin - part.start, found[begin - place.offset - start : upto - place.offset - start])
             begin, at = upto, at + 1
-        return torch.cat(found) if found else torch.empty(0)
+        return found
 
-    def _read_part(self, part: _Part, start: int, stop: int) -> Tensor:
-        """Elements of a part, by whole chunks, whose checksums are compared."""
-        per_chunk = part.chunk_bytes // part.entry.dtype.itemsize
-        first, last = start // per_chunk, -(-stop // per_chunk)
-        begin = first * per_chunk
-        data = self._reader.read(part.entry, begin, min(last * per_chunk, prod(part.entry.shape)))
-        raw = memoryview(data.view(torch.uint8).numpy())
-        for number in range(first, last):
-            chunk = raw[(number - first) * part.chunk_bytes : (number - first + 1) * part.chunk_bytes]
-            if zlib.crc32(chunk) != part.checksums[number]:
-                position = part.entry.offset + number * part.chunk_bytes
-                raise _damaged(part.entry.file, f"changed bytes between {position:,} and {position + len(chunk):,}")
-        return data[start - begin : stop - begin]
+    def _read_part(self, part: _Part, start: int, out: Tensor) -> None:
+        """Fill `out` with the elements of a part from `start` on, by whole chunks, whose checksums are compared."""
+        stop, whole = start + len(out), part.stop - part.start
+        for number in range(start // part.per_chunk, -(-stop // part.per_chunk)):
+            begin, end = number * part.per_chunk, min((number + 1) * part.per_chunk, whole)
+            if start <= begin and end <= stop:
+                self._read_chunk(part, number, out[begin - start : end - start])
+                continue
+            if self._last_chunk is None or self._last_chunk[:2] != (part, number):
+                chunk = torch.empty(end - begin, dtype=out.dtype)
+                self._read_chunk(part, number, chunk)
+                self._last_chunk = (part, number, chunk)
+            low, high = max(begin, start), min(end, stop)
+            out[low - start : high - start] = self._last_chunk[2][low - begin : high - begin]
+
+    def _read_chunk(self, part: _Part, number: int, out: Tensor) -> None:
+        raw = self._reader.read_into(out, part.entry, number * part.per_chunk)
+        if part.checksum(raw) != part.checksums[number]:
+            position = part.entry.offset + number * part.chunk_bytes
+            raise _damaged(part.entry.file, f"changed bytes between {position:,} and {position + len(raw):,}")
 
     def reader(self, base: Read | None) -> Read:
         """`read` for an engine: what was trained from here, what was frozen from `base`."""
@@ -147,8 +164,11 @@ class Checkpoint:
         nbytes = 0
         for parts in self._parts.values():
             for part in parts:
-                for start in range(0, part.stop - part.start, part.chunk_bytes):
-                    nbytes += self._read_part(part, start, min(start + part.chunk_bytes, part.stop - part.start)).nbytes
+                chunk = torch.empty(part.per_chunk, dtype=part.entry.dtype)
+                for start in range(0, part.stop - part.start, part.per_chunk):
+                    wanted = chunk[: part.stop - part.start - start]
+                    self._read_part(part, start, wanted)
+                    nbytes += wanted.nbytes
         return nbytes
 
     def check(self, engine: ZeroEngine) -> None:

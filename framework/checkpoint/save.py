@@ -1,39 +1,41 @@
-"""Writing a checkpoint: every rank its own part of the flat masters and optimizer state, rank 0 the index.
+"""Writing a checkpoint: every rank its own part, rank 0 the index and the folder's name; at once, or while training goes on.
 
-    save(engine, step_folder(run_dir, step), run={...})      collective
+    save(engine, step_folder(run_dir, step), run={...})                             collective; returns when it is on the disk
+    under_way = Save(engine, folder, run={...}, staging=Staging())                  collective; returns when it has been copied
+    ...                                                                             steps
+    under_way.advance()                                                             collective; see `Save`
 
-What a rank writes follows from its place alone, so nothing is planned together. The ranks meet when all have written: then rank 0 gives the
-folder its name, or, if one of them could not write, removes what there is, and all raise the same SaveError. The format is described in
-README.md.
-
-Unusual: state that is replicated over ranks is written in equal shares, so that every element is written once under any ZeRO stage.
+A thread writes this rank's files, its description last. Rank 0's thread then waits until the descriptions of all ranks are in the folder,
+writes the index and gives the folder its name. So nothing is sent for a save that succeeds, and threads never communicate: whether it has
+succeeded is asked by the main threads, at a step at which all of them are known to be ready (`ZeroEngine.busy`). The format is described
+in README.md.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import shutil
+import threading
+import time
 import uuid
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
-from framework.checkpoint.folder import INDEX, finish, partial_folder
-from framework.disk import sync
+from framework.checkpoint.contents import Contents, FlatTensor, contents_of
+from framework.checkpoint.folder import FORMAT, INDEX, VERSION, digest_of, finish, partial_folder, sealed, unsealed
+from framework.disk import write_whole
 from framework.models.safetensors_io import StreamWriter
 from framework.zero import ZeroEngine
-from framework.zero.buffer import FlatBuffer
-from framework.zero.layout import ALIGN
 
-FORMAT, VERSION = "framework checkpoint", 1
 CHUNK_BYTES = 1 << 22
 """A checksum covers so many bytes; a reader of a few elements reads and checks whole chunks."""
-MASTER = "master"
+LOOK_SECONDS = 0.02
+APPEAR_SECONDS = 300
+"""A file that another machine has written must be seen here by then."""
 
 
 class SaveError(RuntimeError):
@@ -45,48 +47,186 @@ def save(engine: ZeroEngine, folder: Path, *, run: dict[str, Any]) -> int:
 
     `run`: what else is needed to go on, as JSON. Raises SaveError on every rank where one could not write, with the first reason.
     """
-    engine.check_last_step()
-    partial, is_first = partial_folder(folder), engine.world.rank == 0
-    token = engine.world.gather_objects(uuid.uuid4().hex)[0]
-    _together(engine, lambda: _begin(partial) if is_first else None)
-    try:
-        nbytes = _together(engine, lambda: _write(engine, partial, token, run))
-        _together(engine, lambda: finish(folder) if is_first else None)
-    except BaseException:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return nbytes
+    under_way = Save(engine, folder, run=run)
+    while not under_way.advance():
+        pass
+    return under_way.nbytes
 
 
-def _together(engine: ZeroEngine, action: Callable[[], Any]) -> Any:
-    """`action()`, with a SaveError on all ranks where it failed on one."""
-    result, cause = None, None
-    try:
-        result = action()
-    except Exception as error:  # whatever it is, the other ranks must not wait
-        cause = error
-    errors = engine.world.gather_objects(None if cause is None else _named(engine, cause))
-    if errors := [found for found in errors if found is not None]:
-        raise SaveError(errors[0]) from cause
-    return result
+class Staging:
+    """One copy of what a rank writes, in host memory: made by the first save and used again by the later ones."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._pinned = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.numel()
+
+    def copy(self, tensors: list[FlatTensor], device: torch.device) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """The tensors' values of this moment; on CUDA they are there when the event has come, and must not be changed before."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if nbytes > self.nbytes:
+            self.free()
+            with torch.inference_mode(False):  # a save may follow a validation
+                self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._pin(device)
+        copies, at = [], 0
+        for tensor in tensors:
+            copies.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype))
+            at += tensor.nbytes
+        if device.type != "cuda":
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_into(copy)
+            return copies, None
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_into(copy)
+            return copies, self._stream.record_event()
+
+    def _pin(self, device: torch.device) -> None:
+        """Registered, because torch's allocator of pinned memory rounds up to a power of two. Unpinned memory works, too: it is slower."""
+        if device.type == "cuda" and self.nbytes:
+            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.nbytes, 0)) == 0
+
+    def free(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 
-def _named(engine: ZeroEngine, error: Exception) -> str:
-    return f"rank {engine.world.rank}: {error if isinstance(error, OSError) else f'{type(error).__name__}: {error}'}"
+class Save:
+    """One save under way. Making it is collective and takes as long as the copy into `staging`; without one, training waits for the end.
+
+    It has two parts, at the end of which the ranks ask each other how it went: all files are on the disk; the folder has its name.
+    `advance()` waits for the present part and is collective. To lose no time in it, call it when no rank is `busy`.
+
+    Args:
+        run: what else is needed to go on, as JSON.
+        staging: where to copy to first. None: written from the engine's own memory.
+        afterwards: rank 0 calls it when the folder has its name, from the thread.
+
+    Raises SaveError on all ranks, here and in `advance`, where one of them failed; what there is of the checkpoint is then removed.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        folder: Path,
+        *,
+        run: dict[str, Any],
+        staging: Staging | None = None,
+        afterwards: Callable[[], None] = lambda: None,
+    ) -> None:
+        engine.check_last_step()
+        self._began = time.perf_counter()
+        self.step, self.folder, self.nbytes = engine.steps_done, folder, 0
+        self.write_seconds = 0.0
+        """From the beginning until this rank's files were on the disk."""
+        self._world, self._afterwards = engine.world, afterwards
+        self._token, self._error, self._all_written = uuid.uuid4().hex, None, False
+        self._written, self._ended, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._wait_until = float("inf")
+        self._agree(self._begin)
+        self._index = _index(engine, self._token, run)
+        try:
+            contents = contents_of(engine)
+            copies, engine.reading = (None, None) if staging is None else staging.copy(contents.tensors, engine.device)
+            threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True).start()
+        except Exception as error:  # like one in the thread: the other ranks hear of it when they ask
+            self._fail(error)
+        self.stall_seconds = time.perf_counter() - self._began
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's work on the present part is still to be done."""
+        return not (self._ended if self._all_written else self._written).is_set()
+
+    def advance(self) -> bool:
+        """Finish the present part; True after the last one."""
+        (self._ended if self._all_written else self._written).wait()
+        try:
+            self._agree(lambda: None)
+        except SaveError:
+            self.give_up(0)
+            if self._world.rank == 0:
+                shutil.rmtree(partial_folder(self.folder), ignore_errors=True)
+            raise
+        self._all_written, done = True, self._all_written
+        self._wait_until = time.monotonic() + APPEAR_SECONDS
+        return done
+
+    def give_up(self, seconds: float) -> None:
+        """Without communication: finish this rank's files; on rank 0, wait so long for those of others, and name what is whole then."""
+        self._written.wait()
+        self._ended.wait(seconds)
+        self._given_up.set()
+        self._ended.wait()
+
+    def _agree(self, action: Callable[[], None]) -> None:
+        """`action()`; SaveError on all ranks where it, or what came before it, failed on one. The save's word is rank 0's."""
+        try:
+            action()
+        except Exception as error:  # whatever it is, the other ranks must not wait
+            self._error = error
+        found = self._world.gather_objects((self._token, None if self._error is None else self._named(self._error)))
+        self._token = found[0][0]
+        if errors := [error for _, error in found if error is not None]:
+            raise SaveError(errors[0]) from self._error
+
+    def _named(self, error: Exception) -> str:
+        return f"rank {self._world.rank}: {error if isinstance(error, OSError) else f'{type(error).__name__}: {error}'}"
+
+    def _begin(self) -> None:
+        if self._world.rank == 0:
+            _begin(partial_folder(self.folder))
+
+    # ---- in the thread
+    def _run(self, contents: Contents, copies: list[Tensor] | None, copied: torch.cuda.Event | None) -> None:
+        partial = partial_folder(self.folder)
+        try:
+            if copied is not None:
+                copied.synchronize()
+            tensors = copies if copies is not None else (tensor.in_host_memory() for tensor in contents.tensors)
+            self.nbytes = _write_rank(partial, self._world.rank, self._token, contents, tensors)
+            self.write_seconds = time.perf_counter() - self._began
+            self._written.set()
+            if self._world.rank == 0:
+                self._index["ranks"] = [self._described(partial / f"rank_{rank}.json") for rank in range(self._world.size)]
+                _write_json(partial / INDEX, self._index)
+                finish(self.folder)
+                self._afterwards()
+        except Exception as error:
+            self._fail(error)
+        self._ended.set()
+
+    def _described(self, file: Path) -> str:
+        """The checksum of a rank's description, once it is there."""
+        while True:
+            try:
+                text = file.read_text()
+                if unsealed(text)["save"] == self._token:
+                    return digest_of(text)
+            except (OSError, ValueError):  # not there yet, or not all of it
+                pass
+            if self._given_up.is_set() or time.monotonic() > self._wait_until:
+                raise FileNotFoundError(f"{file} has not appeared")
+            time.sleep(LOOK_SECONDS)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._written.set()
+        self._ended.set()
 
 
 def _begin(partial: Path) -> None:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-
-
-def _write(engine: ZeroEngine, folder: Path, token: str, run: dict[str, Any]) -> int:
-    nbytes = _write_rank(engine, folder, token)
-    if engine.world.rank == 0:
-        _write_json(folder / INDEX, _index(engine, token, run))
-    return nbytes
 
 
 def _index(engine: ZeroEngine, token: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -113,26 +253,14 @@ def _index(engine: ZeroEngine, token: str, run: dict[str, Any]) -> dict[str, Any
     }
 
 
-# ---- one rank
-def _write_rank(engine: ZeroEngine, folder: Path, token: str) -> int:
-    """rank_N.safetensors with the flat tensors, rank_N.json with what they are and their checksums."""
-    rank = engine.world.rank
-    pieces = _state_by_buffer(engine)
-    extents = {number: _extent(buffer) for number, buffer in enumerate(engine.trained)}
-    flat_keys = {number: sorted({key for _, flat, _ in pieces[number] for key in flat}) for number in extents}
-    shapes = {
-        f"{number}/{key}": ((stop - start,), engine.trained[number].master_dtype)
-        for number, (start, stop) in extents.items()
-        for key in (MASTER, *flat_keys[number])
-        if start < stop
-    }
+def _write_rank(folder: Path, rank: int, token: str, contents: Contents, values: Iterable[Tensor]) -> int:
+    """rank_N.safetensors with the flat tensors, then rank_N.json with what they are and their checksums."""
+    shapes = {tensor.name: ((tensor.stop - tensor.start,), tensor.dtype) for tensor in contents.tensors}
     writer = StreamWriter(folder / f"rank_{rank}.safetensors", shapes)
     described: dict[str, dict[str, Any]] = {}
-    for name in shapes:
-        number, key = int(name.split("/")[0]), name.split("/")[1]
-        start, stop = extents[number]
-        tensor = _flat(engine.trained[number], key, start, stop, pieces[number])
-        described[name] = {"start": start, "stop": stop, "crc32": list(_checksums(writer.write(name, tensor)))}
+    for tensor, value in zip(contents.tensors, values, strict=True):
+        checksums = [xxh3_64_intdigest(chunk) for chunk in writer.write_in_chunks(tensor.name, value, CHUNK_BYTES)]
+        described[tensor.name] = {"start": tensor.start, "stop": tensor.stop, "xxh3": checksums}
     writer.close(durably=True)
     _write_json(
         folder / f"rank_{rank}.json",
@@ -141,78 +269,12 @@ def _write_rank(engine: ZeroEngine, folder: Path, token: str) -> int:
             "file_bytes": writer.file_bytes,
             "chunk_bytes": CHUNK_BYTES,
             "tensors": described,
-            "optimizer": _optimizer_of_parameters(pieces),
-            "random": _random_state(engine.device),
+            "optimizer": contents.optimizer,
+            "random": contents.random,
         },
     )
     return writer.file_bytes
 
 
-def _extent(buffer: FlatBuffer) -> tuple[int, int]:
-    """What this rank writes of the flat space: its shard, or its share of a shard that several ranks have."""
-    replicas = buffer.replicate_comm
-    share = -(-buffer.shard_numel // (replicas.size * ALIGN)) * ALIGN
-    start = buffer.start + replicas.rank * share
-    stop = min(start + share, buffer.start + buffer.shard_numel, buffer.layout.total)
-    return min(start, stop), stop
-
-
-def _state_by_buffer(engine: ZeroEngine) -> list[list[tuple[Any, dict[str, Tensor], dict[str, Any]]]]:
-    """Of each trained buffer: (piece, its optimizer state with one value per element, the rest of it)."""
-    found: dict[int, list] = {id(buffer): [] for buffer in engine.trained}
-    for buffer, piece, state in engine.sharded_optimizer.state_pieces() if engine.sharded_optimizer else ():
-        flat = {
-            key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.numel
-        }
-        found[id(buffer)].append((piece, flat, {key: value for key, value in state.items() if key not in flat}))
-    return [found[id(buffer)] for buffer in engine.trained]
-
-
-def _flat(buffer: FlatBuffer, key: str, start: int, stop: int, pieces: list[tuple[Any, dict[str, Tensor], dict[str, Any]]]) -> Tensor:
-    """[stop - start] elements of the flat space; zeros where no parameter has a value."""
-    if key == MASTER:
-        return buffer.master[start - buffer.start : stop - buffer.start]
-    out = torch.zeros(stop - start, dtype=buffer.master_dtype)
-    for piece, flat, _ in pieces:
-        begin = buffer.start + piece.shard_start
-        low, high = max(start, begin), min(stop, begin + piece.numel)
-        if key in flat and low < high:
-            out[low - start : high - start] = flat[key][low - begin : high - begin]
-    return out
-
-
-def _optimizer_of_parameters(pieces: list[list[tuple[Any, dict[str, Tensor], dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """By parameter: the names of its flat state, and its other state as numbers (a step count)."""
-    found = {}
-    for of_buffer in pieces:
-        for piece, flat, rest in of_buffer:
-            if flat or rest:
-                found[piece.slot.name] = {"flat": sorted(flat), "scalars": {key: _scalar(key, value) for key, value in rest.items()}}
-    return found
-
-
-def _scalar(key: str, value: Any) -> Any:
-    """A number as it is; a tensor with one value as its value and dtype."""
-    if isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0:
-        return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, float | int | bool | None):
-        return value
-    raise TypeError(f"the optimizer's state {key!r} is a {type(value).__name__}: only numbers and one value per element can be saved")
-
-
-def _random_state(device: torch.device) -> dict[str, str]:
-    """torch's generators of this rank."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-
-
-def _checksums(data: memoryview) -> Iterator[int]:
-    for start in range(0, len(data), CHUNK_BYTES):
-        yield zlib.crc32(data[start : start + CHUNK_BYTES])
-
-
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content) + "\n")
-    sync(file)
+    write_whole(file, sealed(content))

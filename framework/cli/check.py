@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from framework.checkpoint.folder import resolve
+from framework.checkpoint.folder import read_index, resolve
 from framework.config.check import check
 from framework.config.compose import STATUS_USER_MISTAKE, compose
 from framework.config.errors import Problem, UserError
 from framework.config.explain import render
 from framework.config.schema import RecipeConfig
+from framework.plan.resume import compare_settings
 from framework.progress import loading_libraries
 
 HELP = """Say what a training command would do, without doing it.
@@ -61,14 +62,22 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
     if recipe.peft.path is not None:
         problems += check_adapter_path(recipe.peft.path, "peft.path")
-    try:
-        resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
-    except UserError as error:
-        problems += error.problems
     problems += peek(recipe.data)
     if recipe.eval.prompts is not None:
         try:
             read_prompts(recipe.eval.prompts)
         except UserError as error:
             problems += error.problems
-    return problems + check_logger(recipe.logger)
+    return problems + check_logger(recipe.logger) + check_checkpoint(recipe)
+
+
+def check_checkpoint(recipe: RecipeConfig) -> list[Problem]:
+    """Why the run cannot go on from the checkpoint that `resume` means."""
+    try:
+        folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
+        if folder is None:
+            return []
+        index = read_index(folder)
+        return compare_settings(recipe, index["run"], index["step"])
+    except UserError as error:
+        return error.problems

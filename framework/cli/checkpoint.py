@@ -8,7 +8,7 @@ import time
 from math import prod
 from pathlib import Path
 
-from framework.checkpoint.folder import INDEX, checkpoints, read_index, resolve, what_is_missing
+from framework.checkpoint.folder import BEST, INDEX, checkpoints, read_index, resolve, validation_loss, what_is_missing
 from framework.config.errors import Problem, UserError
 from framework.progress import busy, loading_libraries
 
@@ -34,13 +34,22 @@ def parser() -> argparse.ArgumentParser:
 
 def _list(arguments: argparse.Namespace) -> None:
     found = _found(arguments.path)
-    print(f"{'step':>10} {'ranks':>6} {'GB':>8}  {'saved':<19}  state")
+    print(f"{'step':>10} {'ranks':>6} {'GB':>8}  {'val loss':>9}  {'saved':<19}  state")
     for folder in found:
         missing = what_is_missing(folder)
         nbytes = sum(file.stat().st_size for file in folder.iterdir())
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-        step, ranks = ("?", "?") if missing else (read_index(folder)["step"], read_index(folder)["world_size"])
-        print(f"{step:>10} {ranks:>6} {nbytes / 1e9:>8.2f}  {saved:<19}  {missing or 'whole'}  {folder}")
+        index = None if missing else read_index(folder)
+        step, ranks, loss = ("?", "?", None) if missing else (index["step"], index["world_size"], validation_loss(index))
+        shown = "" if loss is None else f"{loss:.4f}"
+        state = missing or ("whole, best" if folder.name == _best_of(folder.parent) else "whole")
+        print(f"{step:>10} {ranks:>6} {nbytes / 1e9:>8.2f}  {shown:>9}  {saved:<19}  {state}  {folder}")
+
+
+def _best_of(checkpoints_dir: Path) -> str | None:
+    """The name in the file `best`, where there is one."""
+    file = checkpoints_dir / BEST
+    return file.read_text().strip() if file.is_file() else None
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -48,6 +57,8 @@ def _show(arguments: argparse.Namespace) -> None:
     index = read_index(folder)
     parameters = [(number, parameter) for number, buffer in enumerate(index["buffers"]) for parameter in buffer["parameters"]]
     print(f"{folder}\nstep        {index['step']:,}\nranks       {index['world_size']}")
+    if (loss := validation_loss(index)) is not None:
+        print(f"validation  loss {loss:.4f}")
     print(f"parameters  {sum(prod(parameter['shape']) for _, parameter in parameters):,} in {len(parameters)} tensors, trained")
     recipe = index["run"].get("recipe")
     if recipe is not None:

@@ -41,7 +41,7 @@ def join_run(job: Composed, place: Place) -> Path:
 
 def _offer(job: Composed, place: Place) -> Path:
     try:
-        write_run_dir(job.run_dir, job.recipe, overrides=job.overrides, command=sys.argv)
+        write_run_dir(job.run_dir, job.recipe, overrides=job.overrides, command=sys.argv, sweep_job=job.sweep_job)
     except UserError as error:
         _publish(place, {"error": str(error)})
         raise

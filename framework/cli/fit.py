@@ -53,7 +53,7 @@ from framework.train.callbacks.stop import GracefulStop
 from framework.train.loggers import Tracker, build_tracker
 from framework.train.metrics import MetricsFile, continue_metrics
 from framework.train.module import CausalLMModule
-from framework.train.run_dir import ANSWERS, EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, write_summary
+from framework.train.run_dir import ANSWERS, EXPORT, LEDGER, METRICS, PLAN, PLOT, TOKENS, read_environment, write_summary
 from framework.train.source_loss import perplexity
 from framework.train.strategy import ZeroStrategy
 from framework.train.trainer import build_strategy, build_trainer
@@ -82,9 +82,8 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     checkpoint = None if recipe.resume == "none" else resumed(plan, prepared, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
-    run_id = checkpoint.run["tracker"] if checkpoint else None
     with busy("starting the dashboard", show=is_first):
-        tracker = build_tracker(recipe, run_dir, run_id=run_id) if is_first else Tracker()
+        tracker = build_tracker(recipe, run_dir, run_id=dashboard_run(checkpoint, run_dir)) if is_first else Tracker()
     metrics = MetricsFile(run_dir / METRICS, prepared.source_names) if is_first else None
     module = build_module(plan)
     weights = initial_weights(recipe, pretrained)
@@ -102,17 +101,19 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     )
     succeeded = False
     try:
-        trainer.fit(module, *batches(plan, prepared, place, first_step))
-        with watch.stop.saving(strategy.engine.steps_done, is_first=is_first):
-            try:
-                if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
-                    watch.saves.save(trainer)
-            finally:  # a disk that is too small for a checkpoint may still take the model
-                if recipe.checkpoint.export:
-                    export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
-        succeeded = True
-        if is_first:
-            conclude(strategy, module, watch, run_dir)
+        with watch.stop:
+            trainer.fit(module, *batches(plan, prepared, place, first_step))
+            with watch.stop.saving(strategy.engine.steps_done, is_first=is_first):
+                try:
+                    if recipe.checkpoint.on_stop if watch.stop.stopped_at_step is not None else recipe.checkpoint.at_end:
+                        watch.saves.save(trainer)
+                    watch.saves.finish(trainer)
+                finally:  # a disk that is too small for a checkpoint may still take the model
+                    if recipe.checkpoint.export:
+                        export(strategy, plan, prepared, pretrained, tokenizer, run_dir)
+                succeeded = True
+                if is_first:
+                    conclude(strategy, module, watch, run_dir)
     finally:
         tracker.finish("success" if succeeded else "failed")
         if metrics is not None:
@@ -155,7 +156,13 @@ def watch_over(
     def run_state() -> dict[str, Any]:
         return {**remembered, "progress": progress.state_dict(), "patience": patience.state_dict(), "tracker": tracker.run_id}
 
-    saves = SaveCheckpoints(run_dir, recipe.checkpoint, run_state)
+    saves = SaveCheckpoints(
+        run_dir,
+        recipe.checkpoint,
+        run_state,
+        validate_every_n_steps=None if plan.validation is None else recipe.eval.every_n_steps,
+        copy_bytes=plan.checkpoint_bytes,
+    )
     callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, ValidationBar(), progress, patience, saves]
     if recipe.eval.prompts is not None:
         place = {"file": run_dir / ANSWERS, "tracker": tracker, "progress": progress, "stop": stop}
@@ -278,9 +285,19 @@ def resumed(plan: Plan, prepared: Prepared, remembered: dict[str, Any], folder: 
     if is_first:
         for change in changes:
             print(f"changed since the checkpoint: {change}", flush=True)
-        continue_metrics(folder.parents[1] / METRICS, run_dir / METRICS, checkpoint.step, prepared.source_names)
+        earlier = folder.parents[1] / METRICS
+        if not earlier.exists():
+            print(f"{METRICS} begins after step {checkpoint.step:,}: there is no {earlier} to go on with", flush=True)
+        continue_metrics(earlier, run_dir / METRICS, checkpoint.step, prepared.source_names)
         continue_answers(folder.parents[1] / ANSWERS, run_dir / ANSWERS, checkpoint.step)
     return checkpoint
+
+
+def dashboard_run(checkpoint: Checkpoint | None, run_dir: Path) -> str | None:
+    """The id of the run in the dashboard that goes on (P39); None for a new one, which each job of a sweep gets."""
+    if checkpoint is None or read_environment(run_dir)["sweep_job"] is not None:
+        return None
+    return checkpoint.run["tracker"]
 
 
 def initial_weights(recipe: RecipeConfig, pretrained: Pretrained | None) -> Read | None:
@@ -375,12 +392,15 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         seconds=row.seconds if row else None,
         peak_model_state_bytes=memory.peak,
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
+        checkpoint_copy_bytes=saves.staging.nbytes if saves.staging else 0,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
         checkpoint_step=saves.saved_step,
         failed_saves=saves.failures,
     )
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
+    if saves.staging and saves.staging.nbytes:
+        print(f"copy for checkpoints on rank 0: {saves.staging.nbytes / 2**20:,.1f} MiB of host memory")
     for what, name in (("plot", PLOT), ("metrics", METRICS), ("answers", ANSWERS), ("export", EXPORT)):
         if (run_dir / name).exists():
             print(f"{what + ':':<9}{run_dir / name}")

@@ -36,8 +36,8 @@ from framework.train.run_dir import finishing_path, read_finishing, saving_path
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0
 """After an echo of another rank's end, wait this long for that rank itself to show up."""
-SECOND_SIGNAL_SECONDS = 0.3
-"""A terminal and a wrapper script may both deliver one Ctrl-C; within this time it is the same one."""
+SECOND_SIGNAL_SECONDS = 1.0
+"""Slurm, a terminal and a wrapper script may each deliver one request; within this time it is the same one."""
 STACK_SECONDS = 0.3
 """Time for a stuck rank to write its stack into its log."""
 PR_SET_PDEATHSIG = 1

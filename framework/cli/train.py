@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from framework.checkpoint.folder import checkpoints, finished_run, resolve, what_is_missing
+from framework.checkpoint.folder import checkpoints, is_done, newest_run, resolve, step_of, what_is_missing
 from framework.cli.check import check_everything
 from framework.cli.external import join_run, quiet_console
 from framework.cli.launch import launch
@@ -44,7 +44,7 @@ def start(job: Composed) -> int:
 def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
     """Write the run directory, start this machine's ranks as `rank_command CONFIG RUN_DIR`, and say how they ended."""
     job = with_checkpoint(job)
-    config = write_run_dir(job.run_dir, job.recipe, overrides=job.overrides, command=sys.argv)
+    config = write_run_dir(job.run_dir, job.recipe, overrides=job.overrides, command=sys.argv, sweep_job=job.sweep_job)
     ranks = local_ranks(job.recipe.trainer)
     print(f"run directory: {job.run_dir}" + (f" ({ranks} ranks)" if ranks > 1 else ""), flush=True)
     outcome = launch(
@@ -63,6 +63,8 @@ def supervise(job: Composed, rank_command: Sequence[str] = RANK_COMMAND) -> int:
         write_summary(job.run_dir, ended=ended, status=outcome.status, reason=outcome.reason)
     if outcome.status > STATUS_STOPPED:
         raise SystemExit(outcome.status)  # what stops a run stops the sweep
+    if outcome.signal is not None and job.sweep_job is not None:
+        raise SystemExit(STATUS_STOPPED + outcome.signal)
     return outcome.status
 
 
@@ -96,9 +98,9 @@ def with_checkpoint(job: Composed) -> Composed:
     if folder is not None:
         print(f"resuming from {folder}", flush=True)
         for newer in checkpoints(folder.parents[1]):
-            if int(newer.name.rpartition("_")[2]) > int(folder.name.rpartition("_")[2]) and (missing := what_is_missing(newer)):
+            if step_of(newer) > step_of(folder) and (missing := what_is_missing(newer)):
                 print(f"not from {newer}: {missing}", flush=True)
-    elif (done := finished_run(Path(recipe.runs_dir), recipe.name)) is not None:
+    elif (done := newest_run(Path(recipe.runs_dir), recipe.name)) is not None and is_done(done):
         print(f"resume=auto: {done} is done; a new start (to go on with it: resume={done})", flush=True)
     else:
         print(f"resume=auto: {Path(recipe.runs_dir) / recipe.name} has no checkpoint; a new start", flush=True)

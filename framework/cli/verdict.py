@@ -63,6 +63,8 @@ class Outcome:
     """What to show last; empty when all went well."""
     reason: str = ""
     """The same in one line."""
+    signal: int | None = None
+    """What asked the run to stop, also where it was done by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class Verdict:
     failures: list[Failure]
     """The first cause first."""
     ranks: int
+    all_succeeded: bool
 
     def outcome(self, stop_signal: signal.Signals | None, stuck: dict[int, Path], finishing: Finishing | None, killed: bool) -> Outcome:
         """`stop_signal`: what the user stopped the run with, `killed`: with a second one; `stuck`: ranks that had to be killed."""
@@ -77,6 +80,8 @@ class Verdict:
             return self._failed(self.failures[0], stuck)
         if stop_signal is None and not (finishing is not None and finishing.stopped):
             return Outcome(status=0, message="")
+        if finishing is not None and not finishing.stopped and self.all_succeeded:
+            return Outcome(status=0, message=f"{stop_signal.name} came after the last step: the run is done", signal=stop_signal)
         message = "stopped by " + ("a signal to one of its ranks" if stop_signal is None else stop_signal.name)
         if finishing is not None:
             message += f" after step {finishing.step}"
@@ -84,7 +89,7 @@ class Verdict:
             message += f"; rank {_listed(stuck)} did not end in time and had to be killed"
         elif killed:
             message += "; killed by a second signal before everything was saved"
-        return Outcome(status=128 + (stop_signal or signal.SIGTERM), message=message, reason=message)
+        return Outcome(status=128 + (stop_signal or signal.SIGTERM), message=message, reason=message, signal=stop_signal)
 
     def _failed(self, first: Failure, stuck: dict[int, Path]) -> Outcome:
         if first.is_user_mistake:
@@ -102,7 +107,11 @@ class Verdict:
 def judge(endings: list[Ending], *, stop_asked: bool) -> Verdict:
     """The failures among `endings`, first cause first. After the user asked to stop, echoes and silent exits are no failures."""
     failures = [failure for ending in endings if (failure := _failure(ending, stop_asked)) is not None]
-    return Verdict(failures=sorted(failures, key=lambda failure: (failure.is_echo, failure.time, failure.rank)), ranks=len(endings))
+    return Verdict(
+        failures=sorted(failures, key=lambda failure: (failure.is_echo, failure.time, failure.rank)),
+        ranks=len(endings),
+        all_succeeded=all(ending.returncode == 0 for ending in endings),
+    )
 
 
 def _failure(ending: Ending, stop_asked: bool) -> Failure | None:

@@ -40,6 +40,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_peft(recipe.peft, recipe.model),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
+        *_checkpoint(recipe),
         *_optimizer(recipe.optimizer),
         *_trainer(recipe.trainer),
         *_schedule(recipe.schedule, recipe.trainer),
@@ -162,10 +163,23 @@ def _sources(setting: str, sources: list[str | SourceConfig]) -> Iterator[Proble
 
 def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
     yield from _at_least("zero.prefetch_bytes", recipe.zero.prefetch_bytes, 0)
-    yield from _at_least("checkpoint.max_shard_bytes", recipe.checkpoint.max_shard_bytes, 1)
-    yield from _at_least("checkpoint.keep", recipe.checkpoint.keep, 1)
-    if recipe.checkpoint.every_n_steps is not None:
-        yield from _at_least("checkpoint.every_n_steps", recipe.checkpoint.every_n_steps, 1)
+
+
+def _checkpoint(recipe: RecipeConfig) -> Iterator[Problem]:
+    config = recipe.checkpoint
+    every, stays = config.every_n_steps, config.keep_every_n_steps
+    yield from _at_least("checkpoint.max_shard_bytes", config.max_shard_bytes, 1)
+    yield from _at_least("checkpoint.keep", config.keep, 1)
+    yield from _at_least("checkpoint.keep_best", config.keep_best, 0)
+    if every is not None:
+        yield from _at_least("checkpoint.every_n_steps", every, 1)
+    if stays is not None and (every is None or stays < 1 or stays % max(every, 1)):
+        expected, step = f"a multiple of checkpoint.every_n_steps={every}", every or 500
+        fix = f"checkpoint.keep_every_n_steps={max(1, round(stays / step)) * step}" if every else "checkpoint.every_n_steps=500"
+        yield Problem(path="checkpoint.keep_every_n_steps", got=str(stays), expected=expected, fix=fix)
+    if config.keep_best > 0 and recipe.eval.every_n_steps is None:
+        got, expected = f"{config.keep_best}, but nothing is validated on the way", "validations that tell which checkpoint is the best"
+        yield Problem(path="checkpoint.keep_best", got=got, expected=expected, fix=f"eval.every_n_steps={every or 500}")
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:

@@ -57,6 +57,8 @@ class Composed:
     """The words of the command line that made it, without Hydra's own."""
     run_dir: Path | None
     """The job's own new directory, absolute. None: nobody asked for one (`compose`), or another rank of torchrun, Slurm or MPI has it."""
+    sweep_job: int | None = None
+    """Its number in the sweep; None: it is no job of a sweep."""
 
 
 def compose(arguments: Sequence[str], *, check: Check | None = None) -> Composed:
@@ -147,15 +149,15 @@ class _Jobs:
         sys.argv = self.argv
         settings = HydraConfig.get()
         overrides = tuple(settings.overrides.task)
-        run_dir = None
+        run_dir, number = None, settings.job.num if self.sweep else None
         if self.sweep:
             print(f"\n=== job {settings.job.num}: {' '.join(overrides)}", flush=True)
         try:
             recipe = _typed(config, overrides, settings.runtime.choices, self.config_dir, self.check)
             place = launched(os.environ)
             if place is None or place.rank == 0:
-                run_dir = self.folders.claim(recipe.runs_dir, recipe.name, settings.job.num if self.sweep else None)
-            status = self.task(Composed(recipe=recipe, overrides=overrides, run_dir=run_dir)) or 0
+                run_dir = self.folders.claim(recipe.runs_dir, recipe.name, number)
+            status = self.task(Composed(recipe=recipe, overrides=overrides, run_dir=run_dir, sweep_job=number)) or 0
         except UserError as error:
             print(render(error.problems), file=sys.stderr, flush=True)
             status = STATUS_USER_MISTAKE

@@ -311,8 +311,16 @@ class CheckpointConfig:
 
     every_n_steps: int | None = 500
     """Save all that is needed to go on (RUN/checkpoints) each time so many optimizer steps are done; None: not on the way."""
+    asynchronous: bool = True
+    """Training waits only until the state has been copied in host memory, not until it is on the disk. The copy takes 12 bytes per trained
+    parameter, divided by the ranks (the plan says how much, and what does not fit is refused). False: no copy, and training waits."""
     keep: int = 2
     """Newest checkpoints that stay."""
+    keep_every_n_steps: int | None = None
+    """Checkpoints at multiples of so many steps stay, too; None: there are none of these."""
+    keep_best: int = 0
+    """So many with the least validation loss stay, too, and RUN/checkpoints/best names the first. A validation that gives one of them is
+    then followed by a save, whatever the cadence."""
     on_stop: bool = True
     """Save one, too, when the run is stopped by a signal."""
     at_end: bool = False

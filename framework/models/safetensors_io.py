@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,14 +82,19 @@ class RangeReader:
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
         """Elements start:stop of the flattened tensor, 1-D in the file's dtype. Only their bytes are read."""
-        assert entry.dtype is not None and 0 <= start <= stop <= prod(entry.shape)
-        if start == stop:
-            return torch.empty(0, dtype=entry.dtype)
+        assert entry.dtype is not None
+        out = torch.empty(stop - start, dtype=entry.dtype)
+        self.read_into(out, entry, start)
+        return out
+
+    def read_into(self, out: Tensor, entry: Entry, start: int) -> memoryview:
+        """Fill the 1-D `out`, of the file's dtype, with the elements from `start` on; its bytes come back."""
+        assert out.dtype is entry.dtype and 0 <= start <= start + len(out) <= prod(entry.shape)
+        raw = memoryview(out.view(torch.uint8).numpy())
         if entry.file not in self._descriptors:
             self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
-        data = bytearray((stop - start) * entry.dtype.itemsize)
-        _read_fully(self._descriptors[entry.file], memoryview(data), entry.offset + start * entry.dtype.itemsize, entry.file)
-        return torch.frombuffer(data, dtype=entry.dtype)
+        _read_fully(self._descriptors[entry.file], raw, entry.offset + start * entry.dtype.itemsize, entry.file)
+        return raw
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
@@ -131,6 +137,17 @@ class StreamWriter:
         self._stream.seek(self._data_start + begin)
         self._stream.write(data)
         return data
+
+    def write_in_chunks(self, name: str, tensor: Tensor, chunk_bytes: int) -> Iterator[memoryview]:
+        """As `write`, for a contiguous tensor in host memory; yields chunk after chunk before it is written, while a cache may hold it."""
+        begin, dtype = self._places[name]
+        assert tensor.dtype is dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
+        data = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+        self._stream.seek(self._data_start + begin)
+        for start in range(0, len(data), chunk_bytes):
+            chunk = data[start : start + chunk_bytes]
+            yield chunk
+            self._stream.write(chunk)
 
     def close(self, *, durably: bool = False) -> None:
         """`durably`: what was written is on the disk when this returns."""

@@ -29,6 +29,7 @@ def describe(plan: Plan) -> str:
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
+        ("checkpoints", _checkpoints(plan)),
     ]
     width = max(len(name) for name, _ in lines)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in lines), "", _bytes_table(plan)])
@@ -74,6 +75,20 @@ def _curve(plan: Plan) -> str:
     total = plan.steps.total_steps
     points = sorted({0, total - 1, *(round(i * (total - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS))})
     return ", ".join(f"step {step + 1} {plan.lr(step):.3g}" for step in points)
+
+
+def _checkpoints(plan: Plan) -> str:
+    config, mebibytes = plan.recipe.checkpoint, f"{plan.checkpoint_bytes / 2**20:,.1f} MiB per rank"
+    moments = [
+        *([f"every {config.every_n_steps:,} steps"] if config.every_n_steps else []),
+        *(["at the best validations"] if config.keep_best else []),
+        *(["when stopped"] if config.on_stop else []),
+        *(["at the end"] if config.at_end else []),
+    ]
+    if not moments:
+        return "none"
+    way = "first copied in host memory, then written while training goes on" if config.asynchronous else "training waits"
+    return f"{', '.join(moments)}; {mebibytes}, {way}"
 
 
 def _bytes_table(plan: Plan) -> str:

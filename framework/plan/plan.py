@@ -93,6 +93,13 @@ class Plan:
         )
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """What rank 0 writes of masters and moments, which no rank writes more of; as much host memory takes the copy before."""
+        trained = [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
+        elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in trained)
+        return elements * 3 * max(self.compute_dtype.itemsize, 4)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of what all ranks must agree on: settings, architecture, data and arithmetic."""
         agreed = (self.recipe, self.architecture, self.batch, self.steps, self.train, self.validation)

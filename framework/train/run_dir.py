@@ -55,14 +55,16 @@ COMMAND_SECONDS = 10
 
 
 # ---- made before the ranks start
-def write_run_dir(path: Path, recipe: RecipeConfig, *, overrides: Sequence[str], command: Sequence[str]) -> Path:
+def write_run_dir(
+    path: Path, recipe: RecipeConfig, *, overrides: Sequence[str], command: Sequence[str], sweep_job: int | None = None
+) -> Path:
     """Write what is known before the first rank starts into `path`; returns the configuration file for the workers."""
     try:
         (path / LOGS).mkdir(parents=True, exist_ok=True)
         (path / CONFIG).write_text(config_yaml(recipe))
         (path / OVERRIDES).write_text("".join(f"{override}\n" for override in overrides))
         (path / COMMAND).write_text(shlex.join(command) + "\n")
-        (path / ENVIRONMENT).write_text(json.dumps(environment(), indent=2) + "\n")
+        (path / ENVIRONMENT).write_text(json.dumps(environment() | {"sweep_job": sweep_job}, indent=2) + "\n")
     except OSError as error:
         raise _unwritable(path, error) from error
     return path / CONFIG

@@ -92,6 +92,10 @@ class ZeroEngine:
         self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
         self.stop_requested = False
         """Set it on any rank (from a signal handler, say): `StepStats.stop` is positive on all ranks after the same step."""
+        self.busy: Callable[[], bool] = lambda: False
+        """Asked in every step: whether this rank still has work in the background; `StepStats.busy` tells all ranks how many have."""
+        self.reading: torch.cuda.Event | None = None
+        """Somebody copies masters and optimizer state until this event; the next update waits for it on the device."""
         self.steps_done = 0
         self._task: int | None = None
         self._depth = 0
@@ -158,7 +162,8 @@ class ZeroEngine:
         """
         self.check_last_step()
         self._reduce_leftovers()
-        sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, self.stop_requested, self.device)
+        asked = self.stop_requested, self.busy()
+        sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, *asked, self.device)
         finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0) & sums.same_order
         grad_norm = sums.square_sum.sqrt() / sums.tokens
         factor = 1.0 / sums.tokens
@@ -167,6 +172,9 @@ class ZeroEngine:
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
         if not in_kernel:
             self._raise_if_not_finite(finite, sums)
+        if self.reading is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.reading)
+            self.reading = None
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
             self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
@@ -176,7 +184,7 @@ class ZeroEngine:
         self._verdict = norm.Verdict(finite) if in_kernel else None
         self.steps_done += 1
         self._new_step()
-        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop)
+        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop, sums.busy)
 
     def _used_by_any(self, used: torch.Tensor) -> list[bool]:
         """Which parameters any rank used. Where this rank used all, nothing needs to be read from the device."""

@@ -1,4 +1,4 @@
-"""The one small all-reduce of a step: gradient norm, loss, tokens, stop requests and which parameters were used, all at once.
+"""The one small all-reduce of a step: gradient norm, loss, tokens, requests and which parameters were used, all at once.
 
 Each element of the model is counted by exactly one rank, so that the sum of squares is the exact global norm under every placement.
 A sum that is not finite is found here, before any parameter is touched.
@@ -36,6 +36,8 @@ class StepStats:
     tokens: torch.Tensor
     stop: torch.Tensor
     """Number of ranks that ask to stop after this step."""
+    busy: torch.Tensor
+    """Number of ranks that still have work in the background (`ZeroEngine.busy`)."""
 
 
 class Verdict:
@@ -60,6 +62,7 @@ class GlobalSums:
     loss_sum: torch.Tensor
     tokens: torch.Tensor
     stop: torch.Tensor
+    busy: torch.Tensor
     used: torch.Tensor
     """How many ranks used each trained parameter in this step, in the engine's order."""
     same_order: torch.Tensor
@@ -67,19 +70,19 @@ class GlobalSums:
 
 
 def sum_over_ranks(
-    buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor, tokens: torch.Tensor, stop: bool, device: torch.device
+    buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor, tokens: torch.Tensor, stop: bool, busy: bool, device: torch.device
 ) -> GlobalSums:
     """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    host = [float(stop), float(world.order), float(world.order**2)]
+    host = [float(stop), float(busy), float(world.order), float(world.order**2)]
     for buffer in buffers:
         total += square_sum(_owned(buffer))
         host += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
     from_host = torch.tensor(host, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     sums = torch.cat([torch.stack([total, loss_sum.double(), tokens.double()]), from_host])
     world.all_reduce(sums).wait()
-    same_order = sums[4].square() == sums[5] * world.size  # equality of Cauchy and Schwarz: all are equal, and every rank sees whether
-    return GlobalSums(sums[0], sums[1], sums[2], sums[3], sums[6:], same_order)
+    same_order = sums[5].square() == sums[6] * world.size  # equality of Cauchy and Schwarz: all are equal, and every rank sees whether
+    return GlobalSums(*sums[:5], sums[7:], same_order)
 
 
 def where_not_finite(buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor) -> str:

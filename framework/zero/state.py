@@ -91,7 +91,7 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
 
 def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: Callable[[Piece], dict[str, Any] | None]) -> None:
     """Set the options of the optimizer's groups, and its state to `of_piece(piece)`: None where a parameter has none yet, else tensors with
-    one value for each element of the piece, tensors with one value, and numbers."""
+    one value for each element of the piece, tensors with one value, and numbers. The tensors are the engine's from then on."""
     sharded = engine.sharded_optimizer
     sharded.torch.state.clear()
     for group, options in zip(sharded.torch.param_groups, groups, strict=True):
@@ -102,7 +102,7 @@ def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: C
             continue
         scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
         sharded.torch.state[shard] = {
-            key: (value.to(shard.device, shard.dtype, copy=True) if _is_flat(value, piece) else value.to(scalar_device, copy=True))
+            key: (value.to(shard.device, shard.dtype) if _is_flat(value, piece) else value.to(scalar_device, copy=True))
             if isinstance(value, torch.Tensor)
             else value
             for key, value in loaded.items()
@@ -111,9 +111,9 @@ def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: C
 
 
 def _part(value: Any, piece: Piece) -> Any:
-    """Of one saved value of a parameter's optimizer state, what belongs to `piece`."""
+    """Of one saved value of a parameter's optimizer state, a copy of what belongs to `piece`."""
     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == piece.slot.numel:
-        return value.reshape(-1)[piece.start : piece.stop]
+        return value.reshape(-1)[piece.start : piece.stop].clone()
     return value
 
 

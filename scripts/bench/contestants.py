@@ -65,6 +65,8 @@ class Contestant:
 
     engine: ZeroEngine | None = None
     """Ours only: it has meters of its own."""
+    holder: object = None
+    """What has the state that a checkpoint saves: ours, torch's (model, optimizer), or DeepSpeed's engine."""
 
     def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], backward: Callable[[Tensor], None], update: Callable[[], None]) -> None:
         self._forward, self._backward, self._update = forward, backward, update
@@ -102,7 +104,7 @@ def _ours(task: Task, stage: str) -> Contestant:
         lambda loss: engine.backward(loss * task.tokens, task.tokens),
         engine.step,
     )
-    contestant.engine = engine
+    contestant.engine = contestant.holder = engine
     return contestant
 
 
@@ -141,7 +143,9 @@ def _torch_contestant(task: Task, model: nn.Module, entry: nn.Module, *, casts: 
         optimizer.step()
         optimizer.zero_grad()
 
-    return Contestant(forward, torch.Tensor.backward, update)
+    contestant = Contestant(forward, torch.Tensor.backward, update)
+    contestant.holder = (model, optimizer)
+    return contestant
 
 
 def _deepspeed(task: Task, stage: str) -> Contestant:
@@ -168,9 +172,11 @@ def _deepspeed(task: Task, stage: str) -> Contestant:
             },
         },
     )
-    return Contestant(
+    contestant = Contestant(
         lambda input_ids, labels: engine(input_ids, labels, trained_tokens=task.tokens) / task.tokens, engine.backward, engine.step
     )
+    contestant.holder = engine
+    return contestant
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,10 @@ class _Rank:
             "own_sent_bytes": None if own_sent is None else (engine.world.bytes_sent - own_sent) / steps,
             "losses": losses,
         }
+
+    def call(self, function: Callable, *args: Any) -> Any:
+        """`function(what has the contestant's state, *args)`: a function of a module, which is sent by its name."""
+        return function(self.contestant.holder, *args)
 
     def profile(self, steps: int, rows: int) -> str:
         from step_profile import profile_steps

@@ -1,4 +1,4 @@
-"""A kill -9 at any moment leaves the newest checkpoint whole."""
+"""A kill -9 at any moment, of all ranks or of one, leaves the newest checkpoint whole and no rank waiting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_thirty_kills_of_two_ranks_at_random_moments(tmp_path):
+def test_two_dozen_kills_at_random_moments_of_saves_in_the_background(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("kill_while_saving.py")), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) >= 10, "saves were finished between"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,21 @@ import torch
 import torch.distributed as dist
 
 from framework.checkpoint import save as saving
-from framework.checkpoint.folder import checkpoints, finish, partial_folder, prune, resolve, step_folder, what_is_missing
+from framework.checkpoint.folder import (
+    checkpoints,
+    finish,
+    partial_folder,
+    prune,
+    read_index,
+    resolve,
+    sealed,
+    step_folder,
+    what_is_missing,
+)
 from framework.checkpoint.load import Checkpoint, load_optimizer, restore_random_state
 from framework.checkpoint.save import SaveError, save
 from framework.config.errors import UserError
+from framework.models.safetensors_io import read_header
 from framework.zero import ZeroConfig, ZeroEngine
 from tests.zero import zoo
 
@@ -201,6 +213,47 @@ def test_parts_of_two_saves_are_not_mixed(ranks, whole, tmp_path):
     assert "rank_1.json of another save" in refusal(whole)
 
 
+@pytest.mark.parametrize("name", ["index.json", "rank_1.json"])
+def test_any_changed_bit_of_a_description_is_found(whole, name):
+    file = whole / name
+    good = file.read_bytes()
+    for position in range(0, len(good), 41):
+        file.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        assert what_is_missing(whole) is not None, good[position - 20 : position + 20]
+    file.write_bytes(good)
+    assert what_is_missing(whole) is None
+
+
+def test_descriptions_of_another_save_with_sound_checksums_are_refused(ranks, whole, tmp_path):
+    index = read_index(whole)
+    index["ranks"] = index["ranks"][::-1]
+    del index["sha256"]
+    (whole / "index.json").write_text(sealed(index))
+    assert "rank_0.json changed since it was written" in refusal(whole)
+
+
+def test_version_1_of_the_format_is_still_read(whole):
+    """It had crc32 for the tensors and no checksums of the descriptions."""
+    before = Checkpoint(whole)
+    expected = {name: before.read(name, 0, torch.Size(place.shape).numel()) for name, place in before.places.items()}
+    for rank in range(2):
+        file = whole / f"rank_{rank}.json"
+        described = json.loads(file.read_text())
+        del described["sha256"]
+        data = (whole / f"rank_{rank}.safetensors").read_bytes()
+        for name, entry in read_header(whole / f"rank_{rank}.safetensors").items():
+            tensor = described["tensors"][name]
+            raw = data[entry.offset : entry.offset + 4 * (tensor["stop"] - tensor["start"])]
+            tensor["crc32"] = [zlib.crc32(raw[start : start + saving.CHUNK_BYTES]) for start in range(0, len(raw), saving.CHUNK_BYTES)]
+            del tensor["xxh3"]
+        file.write_text(json.dumps(described))
+    index = {key: value for key, value in json.loads((whole / "index.json").read_text()).items() if key not in ("ranks", "sha256")}
+    (whole / "index.json").write_text(json.dumps(index | {"version": 1}))
+    old = Checkpoint(whole)
+    assert old.verify() > 0
+    assert all(torch.equal(old.read(name, 0, tensor.numel()), tensor) for name, tensor in expected.items())
+
+
 def test_another_format_or_model_is_refused(ranks, whole):
     index = json.loads((whole / "index.json").read_text())
     (whole / "index.json").write_text(json.dumps(index | {"version": 99}))
@@ -246,6 +299,27 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_training_can_go_on(ranks
 
 
 # ---- folders
+def with_loss(folder: Path, source: Path, loss: float | None) -> None:
+    shutil.copytree(source, folder)
+    index = read_index(folder) | {"run": {"validation_loss": loss}}
+    del index["sha256"]
+    (folder / "index.json").write_text(sealed(index))
+
+
+def test_the_newest_the_best_and_every_nth_stay(whole, tmp_path):
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 2.0), (60, 9.0)):
+        with_loss(step_folder(tmp_path / "run", step), whole, loss)
+    best = tmp_path / "run" / "checkpoints" / "best"
+    assert prune(tmp_path / "run", keep=9) == [] and not best.exists()
+    assert [path.name for path in prune(tmp_path / "run", keep=1, keep_every_n_steps=40, keep_best=2)] == ["step_10", "step_30"]
+    assert best.read_text() == "step_20\n", "of equal ones the newer stays"
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_20", "step_40", "step_50", "step_60"]
+    assert resolve(str(best), tmp_path, "x").name == "step_20"
+    with_loss(step_folder(tmp_path / "run", 70), whole, 0.5)
+    prune(tmp_path / "run", keep=1, keep_best=1)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_70"] and best.read_text() == "step_70\n"
+
+
 def test_only_whole_checkpoints_count_when_old_ones_go(whole, tmp_path):
     for step in (1, 2, 4, 10):
         shutil.copytree(whole, step_folder(tmp_path, step))

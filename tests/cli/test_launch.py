@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli.rendezvous import rank_environment, reserved_port
-from framework.train.run_dir import read_finishing
+from framework.train.run_dir import finishing_path, read_finishing
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = Path(__file__).with_name("supervise.py")
@@ -265,11 +265,20 @@ def test_a_hang_ends_after_the_grace_time_when_the_run_is_stopped(tmp_path, rank
     assert f"stopped by {number.name}; rank 0, 1 did not end in time and had to be killed" == run.last_words(1)
 
 
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path):
+    """The summary says that the run is done: so does the exit status."""
+    run = Run(tmp_path, {"steps": "10", "all": "slow save"})
+    wait_for(finishing_path(tmp_path))
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 0
+    assert run.last_words(1) == "SIGTERM came after the last step: the run is done"
+
+
 def test_a_second_ctrl_c_kills_at_once(tmp_path):
     run = Run(tmp_path, {"all": "deaf"}, grace_seconds=60)
     run.wait_until_running()
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(1.3)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
@@ -280,7 +289,7 @@ def test_one_ctrl_c_that_arrives_twice_is_still_one(tmp_path):
     run = Run(tmp_path, {"all": "slow save"})
     run.wait_until_running()
     run.process.send_signal(signal.SIGINT)
-    time.sleep(0.02)
+    time.sleep(0.5)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
     assert (tmp_path / "saved_0").exists()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +19,18 @@ import torch.distributed as dist
 
 import framework.cli.fit
 import framework.train.callbacks.checkpoint
-from framework.checkpoint.folder import checkpoints, step_folder
+from framework.checkpoint.folder import FORMAT, VERSION, checkpoints, read_index, resolve, sealed, step_folder, step_of, validation_loss
 from framework.checkpoint.load import Checkpoint
 from framework.cli import checkpoint as checkpoint_command
-from framework.cli.fit import preview
+from framework.cli.fit import dashboard_run, plan_of, preview
+from framework.cli.launch import launch
 from framework.config.errors import UserError
-from framework.config.schema import CheckpointConfig, PeftConfig, RecipeConfig, RopeScaling, ZeroConfig
+from framework.config.schema import CheckpointConfig, PeftConfig, PrecisionConfig, RecipeConfig, RopeScaling, ZeroConfig
+from framework.config.typed import to_dict
+from framework.data.prepare import prepare
+from framework.models.tokenizer import load_tokenizer
 from framework.train.metrics import MetricsRow, read_metrics
-from framework.train.run_dir import METRICS, read_summary, write_run_dir
+from framework.train.run_dir import METRICS, config_yaml, read_summary, write_run_dir
 from tests.cli import test_fit, test_fit_lora
 from tests.cli.test_fit import fit
 from tests.pool import RanksFailed
@@ -28,6 +38,7 @@ from tests.pool import RanksFailed
 full = test_fit.recipe  # 23 rows of which 2 are held out: 3 steps an epoch, the last of which is short
 lora = test_fit_lora.recipe
 STEPS = 7
+ROOT = Path(__file__).parents[2]
 SAVES = CheckpointConfig(every_n_steps=1, keep=9, at_end=True, export=False)
 
 
@@ -58,12 +69,29 @@ def state(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_p16_a_resumed_run_ends_with_the_same_bits(ranks, full, tmp_path, world_size, stage):
     whole = run(ranks, world_size, full, tmp_path / "whole", zero=ZeroConfig(stage=stage))
     assert [path.name for path in checkpoints(whole)] == [f"step_{step}" for step in range(1, STEPS + 1)]
+    prepared = prepare(full.data, load_tokenizer(full.model), seed=full.seed, show_progress=False)
+    assert read_summary(whole)["checkpoint_copy_bytes"] == plan_of(full, None, prepared, world_size).checkpoint_bytes
     for step in (1, 3, 5):  # inside the first epoch, at its end, inside the second
         folder = step_folder(whole, step)
         again = run(ranks, world_size, full, tmp_path / f"from_{step}", zero=ZeroConfig(stage=stage), resume=str(folder))
         assert logged(again) == logged(whole)
         assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
         assert read_summary(again)["steps"] == STEPS == read_summary(again)["checkpoint_step"]
+
+
+def test_p16_a_run_that_was_killed_inside_an_accumulation_ends_with_the_same_bits(ranks, full, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    recipe = dataclasses.replace(full, zero=ZeroConfig(stage=3))
+    whole = run(ranks, 2, recipe, tmp_path / "whole")
+    recipe = dataclasses.replace(recipe, checkpoint=SAVES, trainer=dataclasses.replace(recipe.trainer, max_steps=STEPS))
+    config = write_run_dir(tmp_path / "killed", recipe, overrides=[], command=["test"])
+    rank = [sys.executable, str(Path(__file__).with_name("killed_rank.py")), "5", str(config), str(tmp_path / "killed")]
+    assert "killed by SIGKILL" in launch(rank, ranks=2, run_dir=tmp_path / "killed").message
+    newest = resolve(str(tmp_path / "killed"), tmp_path, "x")
+    assert 3 <= step_of(newest) <= 4, "step 5 was under way, and with it perhaps the save of step 4"
+    again = run(ranks, 2, recipe, tmp_path / "again", resume=str(newest))
+    assert logged(again) == logged(whole)
+    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
 
 
 def test_p16_dropout_goes_on_with_the_same_draws(ranks, lora, tmp_path):
@@ -147,6 +175,97 @@ def test_the_command_lists_shows_and_verifies(ranks, full, tmp_path, capsys):
     assert checkpoint_command.main(["ls", str(step_folder(whole, STEPS))]) == 0
     assert "no rank_1.safetensors" in capsys.readouterr().out
     assert checkpoint_command.main(["ls", str(tmp_path)]) == 2
+
+
+def test_a_validation_that_is_due_with_a_save_comes_first_and_the_best_stay(ranks, full, tmp_path, capsys):
+    """So a run that goes on from a checkpoint never lacks the validation of its step."""
+    recipe = dataclasses.replace(
+        full,
+        checkpoint=CheckpointConfig(every_n_steps=3, keep=2, keep_best=1, export=False),
+        trainer=dataclasses.replace(full.trainer, max_steps=STEPS, log_every_n_steps=3),
+        optimizer=dataclasses.replace(full.optimizer, lr=0.5),  # so that the loss does not only fall
+    )
+    write_run_dir(tmp_path / "run", recipe, overrides=[], command=["test"])
+    ranks(2, fit, recipe, tmp_path / "run", timeout=120)
+    rows = read_metrics(tmp_path / "run" / METRICS)
+    losses = {row.step: row.val_loss for row in rows if row.val_loss}
+    assert list(losses) == [2, 4, 6, 7]
+    best = min(losses, key=losses.get)
+    folders = checkpoints(tmp_path / "run")
+    assert [step_of(folder) for folder in folders][-2:] in ([3, 6], [4, 6], [6, 7]) and best in map(step_of, folders)
+    assert len(folders) <= 3
+    assert (tmp_path / "run" / "checkpoints" / "best").read_text() == f"step_{best}\n"
+    assert {step_of(folder): validation_loss(read_index(folder)) for folder in folders} == {
+        step_of(folder): losses.get(step_of(folder)) for folder in folders
+    }
+    checkpoint_command.main(["ls", str(tmp_path / "run")])
+    assert re.search(rf" {losses[best]:.4f} .* whole, best ", capsys.readouterr().out)
+
+    again = tmp_path / "again"
+    write_run_dir(again, recipe, overrides=[], command=["test"])
+    ranks(2, fit, dataclasses.replace(recipe, resume=str(step_folder(tmp_path / "run", 6))), again, timeout=120)
+    assert logged(again) == logged(tmp_path / "run"), "no row more and none less, at any cadence"
+
+
+def test_precision_may_change_on_the_way_as_masters_are_fp32(ranks, full, tmp_path):
+    whole = run(ranks, 1, full, tmp_path / "whole")
+    as_bf16 = run(ranks, 1, full, tmp_path / "bf16", precision=PrecisionConfig(compute_dtype="bfloat16"), resume=str(step_folder(whole, 3)))
+    back = run(ranks, 1, full, tmp_path / "back", resume=str(step_folder(as_bf16, 5)))
+    expected, found = ([row.loss for row in logged(folder) if row.loss] for folder in (whole, back))
+    assert found[:3] == expected[:3] and found != expected and found == pytest.approx(expected, rel=0.05)
+    assert (step_folder(as_bf16, 4) / "rank_0.safetensors").stat().st_size == (step_folder(whole, 4) / "rank_0.safetensors").stat().st_size
+    changed = preview(
+        dataclasses.replace(
+            full,
+            resume=str(step_folder(as_bf16, 5)),
+            trainer=dataclasses.replace(full.trainer, max_steps=STEPS),
+        )
+    )
+    assert "changed since the checkpoint: precision.compute_dtype: bfloat16 -> float32" in changed
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_says_that_its_metrics_are_missing(ranks, full, tmp_path):
+    whole = run(ranks, 1, full, tmp_path / "whole")
+    shutil.copytree(step_folder(whole, 5), tmp_path / "elsewhere" / "checkpoints" / "step_5")
+    (output,) = ranks(1, fit_and_listen, full, tmp_path / "again", str(tmp_path / "elsewhere"), timeout=120)
+    assert f"metrics.csv begins after step 5: there is no {tmp_path / 'elsewhere' / METRICS}" in output
+    assert [row.step for row in read_metrics(tmp_path / "again" / METRICS) if row.loss] == [6, 7]
+
+
+def fit_and_listen(recipe: RecipeConfig, run_dir: Path, copied: str) -> str:
+    checkpoint = step_folder(Path(copied), 5)
+    recipe = dataclasses.replace(
+        recipe, checkpoint=SAVES, resume=str(checkpoint), trainer=dataclasses.replace(recipe.trainer, max_steps=STEPS)
+    )
+    write_run_dir(run_dir, recipe, overrides=[], command=["test"])
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        fit(recipe, run_dir)
+    return output.getvalue()
+
+
+def test_p39_jobs_of_a_sweep_that_resumes_do_not_share_one_run_of_the_dashboard(full, tmp_path):
+    checkpoint = SimpleNamespace(run={"tracker": "abcd1234"})
+    for job, expected in ((None, "abcd1234"), (0, None), (1, None)):
+        write_run_dir(tmp_path / f"{job}", full, overrides=[], command=["test"], sweep_job=job)
+        assert dashboard_run(checkpoint, tmp_path / f"{job}") == expected
+    assert dashboard_run(None, tmp_path / "None") is None
+
+
+def test_p18_p42_what_settings_tell_is_told_without_torch(full, tmp_path):
+    folder = step_folder(tmp_path, 5)
+    folder.mkdir(parents=True)
+    run_state = {"recipe": to_dict(full), "global_batch_size": 8}
+    index = {"format": FORMAT, "version": VERSION, "save": "x", "step": 5, "world_size": 0, "ranks": [], "run": run_state}
+    (folder / "index.json").write_text(sealed(index))
+    (tmp_path / "recipe.yaml").write_text(config_yaml(dataclasses.replace(full, seed=4)))
+    line = ["check", f"+recipe={tmp_path / 'recipe.yaml'}", f"resume={tmp_path}", "data.packing=true", "trainer.max_steps=4"]
+    line += ["trainer.global_batch_size=16"]
+    code = f"import sys; from framework.cli.check import main; status = main({line[1:]}); print(status, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+    assert "4 problems" in done.stderr
+    for wanted in ("seed=3", "data.packing=false", "trainer.global_batch_size=8", "all of which are done in the checkpoint of step 5"):
+        assert wanted in done.stderr
 
 
 def on_a_folder_of_its_own(recipe: RecipeConfig, run_dir: Path) -> None:

@@ -58,6 +58,7 @@ def test_failed_jobs_do_not_stop_a_sweep_and_are_named_at_its_end(tmp_path):
     dirs = run_dirs(tmp_path)
     assert [path.name for path in dirs] == ["0", "1", "2", "3", "4", "5"]
     assert [read_config(path).seed for path in dirs] == [0, 1, 2, 3, 4, 5]
+    assert [read_environment(path)["sweep_job"] for path in dirs] == [0, 1, 2, 3, 4, 5]
     assert read_summary(dirs[1]) == {"ended": "failed", "status": 1, "reason": "rank 1 of 2 failed: ValueError: boom in step 5"}
     assert alive(tmp_path) == []
 
@@ -89,6 +90,14 @@ def test_a_signal_stops_the_job_and_the_sweep(tmp_path, number, status):
     assert (code, ended) == (status, "stopped"), stderr
     assert f"stopped by {number.name} after step" in stderr
     assert alive(tmp_path) == []
+
+
+def test_a_signal_after_the_last_step_of_a_job_stops_the_sweep_although_the_job_is_done(tmp_path):
+    sweep = Sweep(tmp_path, json.dumps({"steps": "10", "all": "slow save"}), "finishing.json")
+    sweep.process.send_signal(signal.SIGTERM)
+    _, stderr = sweep.process.communicate(timeout=30)
+    assert sweep.process.returncode == 143 and "the run is done" in stderr
+    assert len(run_dirs(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

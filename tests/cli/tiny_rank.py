@@ -59,6 +59,8 @@ def main() -> None:
         time.sleep(0.02)
     if RANK == 0:
         write_finishing(run_dir, Finishing(step=step + 1, stopped=False))
+    if mine == "slow save":
+        time.sleep(1.5)
 
 
 def _on_stop(*_) -> None:

@@ -7,6 +7,7 @@ import io
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import framework.train.callbacks.stop
 from framework.config.schema import EvalConfig, LlamaConfig, OptimizerConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig
 from framework.data.batches import EvalBatches
 from framework.data.dataset import TokenDatasetBuilder
@@ -95,7 +97,7 @@ def fit(run_dir: Path, steps: int, *, every: int = 1, others=(), validation: boo
     callbacks = [FailureReporter(run_dir), ValidationBar(), progress, stop, PlotMetrics(run_dir, "tiny"), *others]
     trainer = build_trainer(recipe, build_strategy(recipe), total_steps=steps, run_dir=run_dir, callbacks=callbacks)
     output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    with contextlib.redirect_stdout(output), stop:
         trainer.fit(module, Steps(steps), validation_batches() if validation else None)
     return output.getvalue(), progress, tracker, stop
 
@@ -241,14 +243,19 @@ def test_an_exception_is_reported_and_what_was_logged_is_plotted(tmp_path, ranks
     assert plotted
 
 
-def test_a_signal_while_saving_waits_and_a_second_one_does_not(tmp_path):
+def test_a_signal_while_saving_waits_and_another_one_later_does_not(tmp_path, monkeypatch):
+    """Slurm sends its SIGTERM twice within milliseconds: that is one request."""
+    monkeypatch.setattr(framework.train.callbacks.stop, "SAME_REQUEST_SECONDS", 0.2)
     (tmp_path / "logs").mkdir()
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("ended"))
     try:
-        with GracefulStop(tmp_path, supervised=True).saving(7, is_first=True):
+        stop = GracefulStop(tmp_path, supervised=True)
+        with stop, stop.saving(7, is_first=True):
+            os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == [] and read_finishing(tmp_path) == Finishing(step=7, stopped=False)  # the supervisor lets it go on
+            time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == ["ended"]
         os.kill(os.getpid(), signal.SIGTERM)

@@ -60,7 +60,7 @@ class Progress(pl.Callback):
             return
         stats, step = pl_module.last_stats, trainer.global_step
         self._unread_tokens = stats.tokens.double() if self._unread_tokens is None else self._unread_tokens + stats.tokens
-        if step % self.log_every_n_steps == 0 or step in (self._first_step + 1, self.total_steps):
+        if step % self.log_every_n_steps == 0 or step in (1, self.total_steps):
             self._log(step, stats, pl_module.lr)
 
     def _log(self, step: int, stats: Any, lr: float) -> None:

@@ -13,6 +13,7 @@ SIGTERM must be off (`trainer.py` sees to that): it calls a collective inside th
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,12 @@ from torch import Tensor
 
 from framework.train.run_dir import Finishing, write_finishing
 
+SAME_REQUEST_SECONDS = 1.0
+"""Slurm, a terminal and a wrapper script may each deliver one request; signals within this time are the same one."""
+
 
 class GracefulStop(pl.Callback):
-    """`stopped_at_step` is the step after which all ranks stopped on request, or None.
+    """Use it around `fit` and what follows. `stopped_at_step` is the step after which all ranks stopped on request, or None.
 
     Args:
         run_dir: rank 0 tells the supervisor there that saving has begun; None without a supervisor.
@@ -39,16 +43,32 @@ class GracefulStop(pl.Callback):
         self.stopped_at_step: int | None = None
         self._in_step, self._in_validation = DelayedFlag(), DelayedFlag()
         self._previous: dict[int, Any] = {}
+        self._asked: float | None = None  # when the first signal came, on the monotonic clock
+
+    def __enter__(self) -> GracefulStop:
+        self._previous = {number: signal.getsignal(number) for number in self.signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on a signal waits for the end of the step; before, it ends the process, which has nothing to save yet."""
 
-        def request_stop(*_: Any) -> None:
+        def request_stop(number: int, *_: Any) -> None:
             trainer.strategy.engine.stop_requested = True
-            if signal.SIGINT in self.signals:
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends it at once
+            if self._is_asked_again() and number == signal.SIGINT:
+                raise KeyboardInterrupt
 
-        self._previous = {number: signal.signal(number, request_stop) for number in self.signals}
+        for number in self.signals:
+            signal.signal(number, request_stop)
+
+    def _is_asked_again(self) -> bool:
+        """Whether this signal is another request than the first one."""
+        now = time.monotonic()
+        self._asked = self._asked or now
+        return now - self._asked > SAME_REQUEST_SECONDS
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._in_step.above_zero(pl_module.last_stats.stop) and self.stopped_at_step is None:
@@ -73,24 +93,19 @@ class GracefulStop(pl.Callback):
 
     @contextmanager
     def saving(self, step: int, *, is_first: bool) -> Iterator[None]:
-        """Training is over and what it made is being written: a signal does not interrupt that, but a second one does."""
+        """Training is over and what it made is being written: a signal does not interrupt that, but another one later does."""
 
         def go_on(number: int, *_: Any) -> None:
-            signal.signal(number, previous[number])
+            if self._is_asked_again():
+                signal.signal(number, self._previous[number])
+                signal.raise_signal(number)
 
+        self._asked = None
+        for number in self.signals:
+            signal.signal(number, go_on)
         if is_first and self.run_dir is not None:
             write_finishing(self.run_dir, Finishing(step=step, stopped=self.stopped_at_step is not None))
-        previous = {number: signal.signal(number, go_on) for number in self.signals}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        yield
 
 
 class DelayedFlag:

@@ -1,0 +1,141 @@
+"""What one rank writes of a step: its intervals of the flat masters and optimizer state, and the numbers that belong to them.
+
+What a rank has follows from its place alone, so nothing is planned together. `Contents` holds no copy: a tensor's sources are the engine's
+own memory, which the next optimizer step changes, until `copy_into` has been called.
+
+Unusual: state that is replicated over ranks is taken in equal shares, so that every element is written once under any ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.zero import ZeroEngine
+from framework.zero.buffer import FlatBuffer
+from framework.zero.layout import ALIGN, Piece
+
+MASTER = "master"
+States = list[list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]]
+"""Of each trained buffer: (piece, its optimizer state with one value per element, the rest of it)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatTensor:
+    """Elements [start, stop) of a buffer's flat space: the masters, or one kind of optimizer state."""
+
+    name: str
+    """BUFFER/KEY."""
+    start: int
+    stop: int
+    dtype: torch.dtype
+    sources: list[tuple[int, Tensor]]
+    """(where in the flat space it begins, 1-D tensor) in order; zeros lie between."""
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    def copy_into(self, out: Tensor) -> None:
+        """Fill `out` [stop - start] in host memory. From a GPU into pinned memory this returns before the copy has been made."""
+        at = 0
+        for begin, source in self.sources:
+            low, high = begin - self.start, begin - self.start + source.numel()
+            out[at:low].zero_()
+            out[low:high].copy_(source, non_blocking=source.is_cuda and out.is_pinned())
+            at = high
+        out[at:].zero_()
+
+    def in_host_memory(self) -> Tensor:
+        """The same as a tensor, without a copy where that is possible."""
+        if len(self.sources) == 1 and self.sources[0][1].numel() == self.stop - self.start and self.sources[0][1].device.type == "cpu":
+            return self.sources[0][1].detach()
+        out = torch.empty(self.stop - self.start, dtype=self.dtype)
+        self.copy_into(out)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """All that a rank writes."""
+
+    tensors: list[FlatTensor]
+    optimizer: dict[str, dict[str, Any]]
+    """By parameter: the names of its flat state, and its other state as numbers (a step count)."""
+    random: dict[str, str]
+    """torch's generators, base64."""
+
+
+def contents_of(engine: ZeroEngine) -> Contents:
+    """Of this rank, now. Raises TypeError for optimizer state that cannot be saved."""
+    states = _states_by_buffer(engine)
+    return Contents(
+        tensors=[tensor for number, buffer in enumerate(engine.trained) for tensor in _tensors_of(number, buffer, states[number])],
+        optimizer=_optimizer_of_parameters(states),
+        random=_random_state(engine.device),
+    )
+
+
+def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]) -> Iterator[FlatTensor]:
+    start, stop = _extent(buffer)
+    if start == stop:
+        return
+    own = {"start": start, "stop": stop, "dtype": buffer.master_dtype}
+    yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[start - buffer.start : stop - buffer.start])], **own)
+    for key in sorted({key for _, flat, _ in states for key in flat}):
+        sources = []
+        for piece, flat, _ in states:
+            begin = buffer.start + piece.shard_start
+            low, high = max(start, begin), min(stop, begin + piece.numel)
+            if key in flat and low < high:
+                sources.append((low, flat[key][low - begin : high - begin]))
+        yield FlatTensor(name=f"{number}/{key}", sources=sources, **own)
+
+
+def _extent(buffer: FlatBuffer) -> tuple[int, int]:
+    """What this rank writes of the flat space: its shard, or its share of a shard that several ranks have."""
+    replicas = buffer.replicate_comm
+    share = -(-buffer.shard_numel // (replicas.size * ALIGN)) * ALIGN
+    start = buffer.start + replicas.rank * share
+    stop = min(start + share, buffer.start + buffer.shard_numel, buffer.layout.total)
+    return min(start, stop), stop
+
+
+def _states_by_buffer(engine: ZeroEngine) -> States:
+    found: dict[int, list] = {id(buffer): [] for buffer in engine.trained}
+    for buffer, piece, state in engine.sharded_optimizer.state_pieces() if engine.sharded_optimizer else ():
+        flat = {
+            key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.numel
+        }
+        found[id(buffer)].append((piece, flat, {key: value for key, value in state.items() if key not in flat}))
+    return [found[id(buffer)] for buffer in engine.trained]
+
+
+def _optimizer_of_parameters(states: States) -> dict[str, dict[str, Any]]:
+    found = {}
+    for of_buffer in states:
+        for piece, flat, rest in of_buffer:
+            if flat or rest:
+                found[piece.slot.name] = {"flat": sorted(flat), "scalars": {key: _scalar(key, value) for key, value in rest.items()}}
+    return found
+
+
+def _scalar(key: str, value: Any) -> Any:
+    """A number as it is; a tensor with one value as its value and dtype."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0:
+        return {"value": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, float | int | bool | None):
+        return value
+    raise TypeError(f"the optimizer's state {key!r} is a {type(value).__name__}: only numbers and one value per element can be saved")
+
+
+def _random_state(device: torch.device) -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}

@@ -105,6 +105,13 @@ class Checkpoint:
             begin, at = upto, at + 1
         return torch.cat(found) if found else torch.empty(0)
 
+    def where(self, name: str, key: str = MASTER) -> list[str]:
+        """FILE:BYTE of each run of elements of the parameter `name`, in order."""
+        place = self.places[name]
+        begin, end = place.offset, place.offset + prod(place.shape)
+        parts = [part for part in self._parts[f"{place.buffer}/{key}"] if max(begin, part.start) < min(end, part.stop)]
+        return [f"{part.entry.file.name}:{part.entry.offset + max(0, begin - part.start) * part.entry.dtype.itemsize}" for part in parts]
+
     def _read_part(self, part: _Part, start: int, stop: int) -> Tensor:
         """Elements of a part, by whole chunks, whose checksums are compared."""
         per_chunk = part.chunk_bytes // part.entry.dtype.itemsize

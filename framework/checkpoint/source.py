@@ -58,12 +58,8 @@ def find_source(path: str, setting: str = "model.path") -> Source:
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "export").is_dir():
         return Source("model", export_of_run(path, setting))
-    if found := _our_checkpoints(folder):
-        whole = [checkpoint for checkpoint in found if what_is_missing(checkpoint) is None]
-        if not whole:
-            reasons = "; ".join(f"{checkpoint.name}: {what_is_missing(checkpoint)}" for checkpoint in found)
-            raise UserError(Problem(path=setting, got=f"{path}, which has no whole checkpoint ({reasons})", expected="a whole one"))
-        return Source("checkpoint", str(whole[-1]))
+    if (checkpoint := newest_checkpoint(folder, setting)) is not None:
+        return Source("checkpoint", str(checkpoint))
     if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")):
         return Source("model", path)
     if (folder / METADATA).is_file():
@@ -94,8 +90,18 @@ def check_source(path: str, setting: str = "model.path", *, has_tokenizer: bool 
     return problems
 
 
-def _our_checkpoints(folder: Path) -> list[Path]:
-    """One checkpoint folder, or all of a run, oldest first."""
+def newest_checkpoint(folder: Path, setting: str) -> Path | None:
+    """The checkpoint in `folder`, or the newest whole one of the run; None where there is none. Raises UserError where none is whole."""
+    found = our_checkpoints(folder)
+    whole = [checkpoint for checkpoint in found if what_is_missing(checkpoint) is None]
+    if found and not whole:
+        reasons = "; ".join(f"{checkpoint.name}: {what_is_missing(checkpoint)}" for checkpoint in found)
+        raise UserError(Problem(path=setting, got=f"{folder}, which has no whole checkpoint ({reasons})", expected="a whole one"))
+    return whole[-1] if whole else None
+
+
+def our_checkpoints(folder: Path) -> list[Path]:
+    """One checkpoint folder, or all of a run, oldest first; RUN/checkpoints stands for the run."""
     if (folder / INDEX).is_file():
         return [folder]
     return checkpoints(folder.parent if folder.name == CHECKPOINTS else folder)

@@ -159,11 +159,19 @@ class DCPWeights:
 
 
 def write_dcp(folder: Path, read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    """Write the files of a DCP folder into `folder`. `read(name)` is asked once for each tensor of `shapes`; one is held at a time."""
+    """Write the files of a DCP folder into `folder`. `read(name)` is asked once for each tensor of `shapes`; one is held at a time.
+
+    Raises what `read` raises, OSError where the files cannot be written.
+    """
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    writer = torch_dcp.FileSystemWriter(folder, single_file_per_rank=False)  # it keeps all tensors of a file until that is closed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # so it says, though that was asked for
-        torch_dcp.save(state, checkpoint_id=folder, planner=_ReadWhenWritten(read, dtype), no_dist=True)
+        try:
+            torch_dcp.save(state, storage_writer=writer, planner=_ReadWhenWritten(read, dtype), no_dist=True)
+        except torch_dcp.CheckpointException as error:
+            ((cause, _),) = error.failures.values()
+            raise cause if isinstance(cause, UserError) else OSError(str(cause)) from error
 
 
 class _ReadWhenWritten(torch_dcp.DefaultSavePlanner):

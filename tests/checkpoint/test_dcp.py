@@ -78,7 +78,8 @@ def test_ours_to_dcp_to_ours_is_bitwise_and_torch_reads_it(ranks, tmp_path, fami
     state = {name: torch.zeros_like(tensor) for name, tensor in oracle(family).state_dict().items()}
     torch_dcp.load(state, checkpoint_id=tmp_path / "dcp")
     assert all(torch.equal(state[name], tensor) for name, tensor in oracle(family).state_dict().items())
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "one.pt")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "one.pt")  # files of one tensor each, so that none waits for another
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == len(state)
     assert torch.load(tmp_path / "one.pt").keys() == state.keys()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -67,11 +68,11 @@ def test_transformers_loads_the_export_of_a_checkpoint_with_equal_logits(run, tm
             assert torch.equal(theirs(some_ids()).logits, oracle("smollm")(some_ids()).logits)
 
 
-def test_p10_the_export_stops_where_training_ended_answers_and_keeps_tokenizer_and_template(run, tmp_path):
+def test_p10_the_export_stops_where_training_ended_answers_and_keeps_tokenizer_and_template(source, run, tmp_path):
     assert export.main([str(run), str(tmp_path / "out")]) == 0
     tokenizer = byte_tokenizer()
-    listed = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
-    assert set(listed) == {STOP, *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])}
+    listed, of_source = (json.loads((path / "generation_config.json").read_text())["eos_token_id"] for path in (tmp_path / "out", source))
+    assert set(listed) == {of_source, STOP, *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])}
     for path in (run, tmp_path / "out"):
         _, loaded, stops = load_for_generation(open_model(str(path)), show=False)
         assert loaded.chat_template == tokenizer.chat_template and STOP in stops
@@ -146,6 +147,30 @@ def test_a_checkpoint_of_no_recipe_says_what_it_lacks(ranks, run):
 def test_a_mistake_is_told_and_nothing_is_written(run, tmp_path, capsys, options, said):
     assert export.main([str(run), str(tmp_path / "out"), *options]) == 2
     assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", ["hf", "dcp"])
+def test_a_disk_that_is_full_is_told_readably_and_nothing_stays(run, tmp_path, capsys, layout):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file may grow beyond: the same error, as early
+    try:
+        status = export.main([str(run), str(tmp_path / "out"), "--format", layout, "--dtype", "fp32"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 2 and "expected a folder on a disk with room for the model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", ["hf", "dcp"])
+def test_damage_that_shows_while_exporting_is_named_and_nothing_stays(ranks, source, tmp_path, capsys, layout):
+    ranks(1, checkpoint_of, source, step_folder(tmp_path / "run", 0), 0, timeout=120)
+    file = step_folder(tmp_path / "run", 0) / "rank_0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", layout]) == 2
+    assert f"{file}: got changed bytes between" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
 # ---- memory

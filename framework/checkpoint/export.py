@@ -1,6 +1,7 @@
-"""From sharded masters to a Hugging Face or adapter folder: unit by unit, so that no process ever holds the whole model.
+"""From masters to a folder for others: in a run unit by unit, from files tensor by tensor, so that no process ever holds the whole model.
 
-Every rank takes part in the gathering; rank 0 writes.
+`export_folder` and `export_adapter` take a running engine: every rank takes part in the gathering, rank 0 writes. `export_weights` and
+`export_saved_adapter` take what is on the disk, and one process.
 """
 
 from __future__ import annotations
@@ -8,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from framework.config.schema import LlamaConfig, PeftConfig
+from framework.checkpoint.open import CheckpointAdapter
+from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
 from framework.models.adapter import write_adapter
-from framework.models.pretrained import ExportDtype, write_pretrained
+from framework.models.pretrained import ExportDtype, Pretrained, new_folder, write_description, write_pretrained
+from framework.models.tokenizer import load_tokenizer
+from framework.progress import busy
 from framework.zero import ZeroEngine
 
 Tensors = Iterator[tuple[str, Tensor | None]]
+Layout = Literal["hf", "dcp"]
 
 
 def export_folder(
@@ -84,3 +90,41 @@ def _on_rank_0(engine: ZeroEngine, tensors: Tensors) -> Iterator[Tensors | None]
     finally:
         for _ in tensors:
             pass
+
+
+def export_weights(
+    folder: Path, model: Pretrained, *, layout: Layout, dtype: ExportDtype, max_shard_bytes: int, tokenizer: ModelConfig | None = None
+) -> None:
+    """Write `model` to the new `folder`, one tensor at a time: as Hugging Face or as torch.distributed.checkpoint with the same
+    configuration and tokenizer beside it. `tokenizer`: in place of the model's own. Raises UserError where it cannot be written."""
+    loaded = load_tokenizer(tokenizer or model.tokenizer)
+    shapes = model.names()
+
+    def read(name: str) -> Tensor:
+        return model.read(name, 0, shapes[name].numel()).view(shapes[name])
+
+    if layout == "hf":
+        tensors = ((name, read(name)) for name in shapes)
+        options = {"dtype": dtype, "tokenizer": loaded, "generation_config": model.generation_config, "max_shard_bytes": max_shard_bytes}
+        write_pretrained(folder, model.config, tensors, **options)
+        return
+    from framework.checkpoint.dcp import write_dcp  # torch.distributed.checkpoint is needed for such folders only
+
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
+    named = {name: tuple(shape) for name, shape in shapes.items()} | {alias: tuple(shapes[name]) for alias, name in tied.items()}
+    with new_folder(folder) as partial, busy(f"writing {folder}"):
+        write_dcp(partial, lambda name: read(tied.get(name, name)), named, getattr(torch, dtype))
+        write_description(partial, model.config, dtype, loaded, (), model.generation_config)
+
+
+def export_saved_adapter(folder: Path, adapter: CheckpointAdapter, tokenizer: ModelConfig | None = None) -> None:
+    """Write the adapter of a checkpoint to the new `folder`, in fp32, as `export_adapter` does at the end of a run."""
+    write_adapter(
+        folder,
+        adapter.architecture,
+        adapter.config,
+        adapter.base_path,
+        ((name, adapter.whole(name)) for name in adapter.shapes),
+        tokenizer=load_tokenizer(tokenizer or adapter.tokenizer),
+        generation_config=adapter.generation_config,
+    )

@@ -14,6 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ class Checkpoint:
             self._read_part(part, begin - part.start, found[begin - place.offset - start : upto - place.offset - start])
             begin, at = upto, at + 1
         return found
+
+    def where(self, name: str, key: str = MASTER) -> list[str]:
+        """FILE:BYTE of each run of elements of the parameter `name`, in order."""
+        place = self.places[name]
+        begin, end = place.offset, place.offset + prod(place.shape)
+        parts = [part for part in self._parts[f"{place.buffer}/{key}"] if max(begin, part.start) < min(end, part.stop)]
+        return [f"{part.entry.file.name}:{part.entry.offset + max(0, begin - part.start) * part.entry.dtype.itemsize}" for part in parts]
 
     def _read_part(self, part: _Part, start: int, out: Tensor) -> None:
         """Fill `out` with the elements of a part from `start` on, by whole chunks, whose checksums are compared."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.checkpoint.folder import read_index, resolve
+from framework.checkpoint.source import check_source
 from framework.config.check import check
 from framework.config.compose import STATUS_USER_MISTAKE, compose
 from framework.config.errors import Problem, UserError
@@ -57,7 +58,8 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
 
     problems = []
     if recipe.model.path is not None:
-        problems += check_path(recipe.model.path, "model.path")
+        described = {"has_tokenizer": recipe.model.tokenizer is not None, "has_architecture": recipe.model.arch is not None}
+        problems += check_source(recipe.model.path, "model.path", **described)
     if recipe.model.tokenizer is not None:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
     if recipe.peft.path is not None:

@@ -1,16 +1,23 @@
-"""`framework checkpoint ls|show|verify PATH`: what a run has saved, what is in it, and whether every byte is as it was written."""
+"""`framework checkpoint ls|show|verify PATH`: what a run has saved, what is in it, and whether every byte is as it was written.
+
+Checkpoints of DeepSpeed and of torch.distributed.checkpoint are shown, too, with what it takes to start a training from them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from framework.checkpoint.folder import BEST, INDEX, checkpoints, read_index, resolve, validation_loss, what_is_missing
+from framework.checkpoint.folder import BEST, read_index, validation_loss, what_is_missing
+from framework.checkpoint.source import Source, check_source, find_source, newest_checkpoint, our_checkpoints
 from framework.config.errors import Problem, UserError
-from framework.progress import busy, loading_libraries
+from framework.progress import busy, loading_libraries, progress
+
+READ_ELEMENTS = 1 << 22
 
 
 def main(argv: list[str]) -> int:
@@ -25,14 +32,19 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="framework checkpoint", description="Look at the checkpoints of a run.")
+    made = argparse.ArgumentParser(prog="framework checkpoint", description="Look at the checkpoints of a run, of DeepSpeed or of torch.")
     made.add_argument("action", choices=("ls", "show", "verify"), help="list all; show what the newest holds; compare every checksum")
-    made.add_argument("path", metavar="PATH", help="a run directory, or one checkpoint folder")
-    made.add_argument("--tensors", action="store_true", help="show: every parameter, its shape and where it lies")
+    made.add_argument("path", metavar="PATH", help="a run directory, one checkpoint folder, a folder of DeepSpeed or torch DCP")
+    made.add_argument(
+        "--tensors", action="store_true", help="show: every parameter, its type and shape, and FILE:BYTE where its values lie"
+    )
     return made
 
 
 def _list(arguments: argparse.Namespace) -> None:
+    if (source := _foreign(arguments.path)) is not None:
+        _show_foreign(source, arguments)
+        return
     found = _found(arguments.path)
     print(f"{'step':>10} {'ranks':>6} {'GB':>8}  {'val loss':>9}  {'saved':<19}  state")
     for folder in found:
@@ -53,22 +65,52 @@ def _best_of(checkpoints_dir: Path) -> str | None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    folder = resolve(arguments.path, Path(), "")
+    if (source := _foreign(arguments.path)) is not None:
+        _show_foreign(source, arguments)
+        return
+    _found(arguments.path)
+    folder = newest_checkpoint(Path(arguments.path).expanduser(), "PATH")
     index = read_index(folder)
-    parameters = [(number, parameter) for number, buffer in enumerate(index["buffers"]) for parameter in buffer["parameters"]]
+    parameters = [parameter for buffer in index["buffers"] for parameter in buffer["parameters"]]
     print(f"{folder}\nstep        {index['step']:,}\nranks       {index['world_size']}")
     if (loss := validation_loss(index)) is not None:
         print(f"validation  loss {loss:.4f}")
-    print(f"parameters  {sum(prod(parameter['shape']) for _, parameter in parameters):,} in {len(parameters)} tensors, trained")
+    print(f"parameters  {sum(prod(parameter['shape']) for parameter in parameters):,} in {len(parameters)} tensors, trained")
     recipe = index["run"].get("recipe")
     if recipe is not None:
         print(f"model       {recipe['model']['path'] or 'random weights'}\nrecipe      {recipe['name']}, seed {recipe['seed']}")
     if arguments.tensors:
-        for number, parameter in parameters:
-            print(f"{parameter['name']}  {parameter['shape']}  buffer {number}, from element {parameter['offset']:,}")
+        with loading_libraries():
+            from framework.checkpoint.load import Checkpoint
+        checkpoint = Checkpoint(folder)
+        for parameter in parameters:
+            name = parameter["name"]
+            dtype = str(checkpoint.read(name, 0, 1).dtype).removeprefix("torch.")
+            _print_tensor(name, dtype, parameter["shape"], checkpoint.where(name))
+
+
+def _show_foreign(source: Source, arguments: argparse.Namespace) -> None:
+    with loading_libraries():
+        from framework.checkpoint.open import open_weights
+    weights = open_weights(source)
+    print(f"{source.path}\nwhat        {weights.describe()}")
+    print(f"elements    {sum(map(prod, weights.shapes.values())):,} in {len(weights.shapes)} tensors")
+    print(f"use it      framework train ... model.path={arguments.path}\n            framework export {arguments.path} NEW_FOLDER")
+    for problem in check_source(arguments.path):
+        print(f"first       {problem.got}; write {problem.fix}")
+    if arguments.tensors:
+        for name, shape in weights.shapes.items():
+            _print_tensor(name, weights.dtypes[name], shape, weights.places(name))
+
+
+def _print_tensor(name: str, dtype: str, shape: Iterable[int], places: list[str]) -> None:
+    print(f"{name}  {dtype} {list(shape)}  {' '.join(places)}")
 
 
 def _verify(arguments: argparse.Namespace) -> None:
+    if (source := _foreign(arguments.path)) is not None:
+        _read_foreign(source)
+        return
     with loading_libraries():
         from framework.checkpoint.load import Checkpoint
     problems = []
@@ -83,10 +125,29 @@ def _verify(arguments: argparse.Namespace) -> None:
         raise UserError(*problems)
 
 
+def _read_foreign(source: Source) -> None:
+    with loading_libraries():
+        from framework.checkpoint.open import open_weights
+    weights, nbytes = open_weights(source), 0
+    for name, shape in progress(weights.shapes.items(), "reading tensors", total=len(weights.shapes), unit="tensors", show=True):
+        for start in range(0, prod(shape), READ_ELEMENTS):
+            nbytes += weights.read(name, start, min(start + READ_ELEMENTS, prod(shape))).nbytes
+    print(f"{source.path}: {nbytes:,} bytes, all of which can be read; this format has no checksums")
+
+
+def _foreign(path: str) -> Source | None:
+    """A checkpoint of another program; None for a path that leads to one of ours."""
+    folder = Path(path).expanduser()
+    if our_checkpoints(folder) or not folder.is_dir():
+        return None
+    source = find_source(path, "PATH")
+    return source if source.is_foreign else None
+
+
 def _found(path: str) -> list[Path]:
     """One checkpoint folder, or all of a run."""
     folder = Path(path).expanduser()
-    if found := [folder] if (folder / INDEX).is_file() else checkpoints(folder):
+    if found := our_checkpoints(folder):
         return found
-    expected = "a run directory with checkpoints, or one checkpoint folder"
+    expected = "a run directory with checkpoints, one checkpoint folder, or a folder of DeepSpeed or torch DCP"
     raise UserError(Problem(path="PATH", got=f"{folder}, which holds no checkpoint", expected=expected))

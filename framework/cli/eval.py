@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from framework.checkpoint.source import check_source, find_source
 from framework.cli.launch import launch
 from framework.config.check import check_settings
 from framework.config.compose import STATUS_INTERRUPTED, STATUS_USER_MISTAKE, compose
@@ -30,7 +31,7 @@ from framework.config.hardware import check_hardware
 from framework.config.schema import RecipeConfig
 from framework.config.typed import schema_paths, to_dict
 from framework.data.sources import peek, peek_at, validation_sources
-from framework.models.locate import check_path, export_of_run
+from framework.models.locate import check_path
 from framework.ranks import launched, local_ranks
 from framework.train.run_dir import CONFIG, config_yaml, read_config
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="framework eval", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", metavar="MODEL", help="a run directory, a Hugging Face or adapter folder, a .gguf file, org/name")
+    made.add_argument("model", metavar="MODEL", help="what `framework generate` takes: a run, a checkpoint, a Hugging Face folder, ...")
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="data, precision, zero, trainer.devices ... as in a recipe")
     made.add_argument("--json", metavar="FILE", help="write the result there, too")
     made.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval instead of data")
@@ -100,8 +101,8 @@ def recipe_of(arguments: argparse.Namespace) -> RecipeConfig:
     good = [word for word, key in zip(arguments.settings, keys, strict=True) if key not in useless]
     model, run = arguments.model, None
     try:
-        model = export_of_run(arguments.model, "MODEL")
-        problems += check_path(model, "MODEL")
+        problems += check_source(arguments.model, "MODEL", has_tokenizer="model.tokenizer" in keys)
+        model = find_source(arguments.model, "MODEL").path
         config = Path(arguments.model).expanduser() / CONFIG
         run = read_config(config) if config.is_file() else None
     except UserError as error:

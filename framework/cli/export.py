@@ -1,19 +1,25 @@
-"""`framework export MODEL OUT`: a Hugging Face folder of a trained or pretrained model, tensor by tensor.
+"""`framework export MODEL OUT`: a folder for others of whatever MODEL leads to, tensor by tensor, on one process.
 
-MODEL is whatever `generate` takes. An adapter becomes one whole model with `--merge`; without, it is refused, for it is a folder already.
+MODEL is whatever `generate` takes: a run, a checkpoint of it, one of DeepSpeed or torch, a Hugging Face folder, ... The adapter that a
+checkpoint holds becomes an adapter folder, or with `--merge` one whole model; an adapter folder is one already, so it needs `--merge`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
+from framework.checkpoint.source import Source, check_source, find_source
 from framework.config.errors import Problem, UserError
-from framework.models.locate import check_path, export_of_run, is_adapter
+from framework.config.schema import ModelConfig
+from framework.models.locate import check_path
 from framework.progress import loading_libraries
 
-GIGABYTE = 10**9
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", re.IGNORECASE)
 
 
 def main(argv: list[str]) -> int:
@@ -21,57 +27,90 @@ def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         source = _checked(arguments)
-        export(source, Path(arguments.out).expanduser(), arguments.dtype, max_shard_bytes=round(arguments.max_shard_gb * GIGABYTE))
+        _write(arguments, source)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f'export:  {arguments.out}\nask it:  framework generate --model {arguments.out} "your question"')
+    print(f"export:  {arguments.out}")
+    if arguments.format == "hf" or source.is_adapter:
+        print(f'ask it:  framework generate --model {arguments.out} "your question"')
     return 0
 
 
-def export(source: str, folder: Path, dtype: str, max_shard_bytes: int = 5 * GIGABYTE) -> Path:
-    """Write the model at `source`, whole, as the new `folder`."""
-    with loading_libraries():
-        from framework.models.pretrained import open_pretrained, write_pretrained
-        from framework.models.tokenizer import tokenizer_from
-    pretrained = open_pretrained(source, "MODEL")
-    return write_pretrained(
-        folder,
-        pretrained.config,
-        ((name, pretrained.read(name, 0, shape.numel()).view(shape)) for name, shape in pretrained.names().items()),
-        dtype=dtype,
-        tokenizer=tokenizer_from(pretrained.tokenizer_source, "MODEL"),
-        generation_config=pretrained.generation_config,
-        max_shard_bytes=max_shard_bytes,
-    )
-
-
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="framework export", description="Write a model as a Hugging Face folder that transformers loads.")
-    made.add_argument("model", metavar="MODEL", help="a run directory, an adapter or Hugging Face folder, a .gguf file, a hub name")
+    made = argparse.ArgumentParser(prog="framework export", description="Write a model as a folder that other programs load.")
+    notations = "a run, a checkpoint of it, of DeepSpeed or of torch, a Hugging Face or adapter folder, a .gguf file, a hub name"
+    made.add_argument("model", metavar="MODEL", help=notations)
     made.add_argument("out", metavar="OUT", help="the new folder")
+    made.add_argument("--format", choices=("hf", "dcp"), default="hf", help="Hugging Face (default), or torch.distributed.checkpoint")
     made.add_argument("--merge", action="store_true", help="add an adapter to the weights of the model that it was trained on")
-    made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="default: bfloat16")
-    made.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest file of weights, in 10^9 bytes (default 5)")
+    made.add_argument("--dtype", choices=tuple(DTYPES), help="of a whole model; default: bf16. Adapters are written in fp32")
+    made.add_argument("--max-shard-size", metavar="SIZE", help="largest file of weights, as 5GB (default) or 500MB")
+    made.add_argument("--tokenizer", metavar="PATH", help="in place of the one that belongs to the model")
     return made
 
 
-def _checked(arguments: argparse.Namespace) -> str:
+def _checked(arguments: argparse.Namespace) -> Source:
     """Where the model is. Raises UserError with all that can be said before torch is imported."""
-    source = export_of_run(arguments.model, "MODEL")
-    problems = check_path(source, "MODEL")
-    adapter = is_adapter(Path(source).expanduser())
-    if adapter and not arguments.merge:
-        problems.append(
-            Problem(path="MODEL", got=f"{source}, an adapter, which peft loads as it is", expected="--merge, for a whole model")
-        )
-    if arguments.merge and not adapter and not problems:
-        problems.append(Problem(path="--merge", got=f"{source}, which is no adapter", expected="no --merge"))
+    problems = check_source(arguments.model, "MODEL", has_tokenizer=arguments.tokenizer is not None)
+    source = None if problems else find_source(arguments.model, "MODEL")
+    if source is not None:
+        problems += _of_adapters(arguments, source)
+    if arguments.tokenizer is not None:
+        problems += check_path(arguments.tokenizer, "--tokenizer", weights=False)
     out = Path(arguments.out).expanduser()
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         problems.append(Problem(path="OUT", got=f"{out}, something that exists", expected="a new folder"))
-    if arguments.max_shard_gb <= 0:
-        problems.append(Problem(path="--max-shard-gb", got=f"{arguments.max_shard_gb:g}", expected="above 0"))
+    if arguments.max_shard_size is not None:
+        if arguments.format == "dcp":
+            got = f"{arguments.max_shard_size} with --format dcp"
+            problems.append(Problem(path="--max-shard-size", got=got, expected="one of the two"))
+        elif not _bytes(arguments.max_shard_size):
+            expected = "a number above 0 with KB, MB or GB"
+            problems.append(Problem(path="--max-shard-size", got=arguments.max_shard_size, expected=expected, fix="--max-shard-size 5GB"))
     if problems:
         raise UserError(*problems)
     return source
+
+
+def _of_adapters(arguments: argparse.Namespace, source: Source) -> list[Problem]:
+    if arguments.merge:
+        got, expected = f"{source.path}, which is no adapter", "no --merge"
+        return [] if source.is_adapter else [Problem(path="--merge", got=got, expected=expected)]
+    if not source.is_adapter:
+        return []
+    if source.kind == "model":
+        return [Problem(path="MODEL", got=f"{source.path}, an adapter, which peft loads as it is", expected="--merge, for a whole model")]
+    options = {"--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size, "--format": arguments.format}
+    return [
+        Problem(path=option, got=f"{value} for the adapter in {source.path}", expected="--merge, for a whole model")
+        for option, value in options.items()
+        if value not in (None, "hf")
+    ]
+
+
+def _write(arguments: argparse.Namespace, source: Source) -> None:
+    with loading_libraries():
+        from framework.checkpoint.export import export_saved_adapter, export_weights
+        from framework.checkpoint.load import Checkpoint
+        from framework.checkpoint.open import CheckpointAdapter, open_model
+
+    out = Path(arguments.out).expanduser()
+    tokenizer = None if arguments.tokenizer is None else ModelConfig(tokenizer=arguments.tokenizer)
+    if source.is_adapter and not arguments.merge:
+        export_saved_adapter(out, CheckpointAdapter(Checkpoint(source.folder)), tokenizer)
+        return
+    export_weights(
+        out,
+        open_model(source.path, "MODEL"),
+        layout=arguments.format,
+        dtype=DTYPES[arguments.dtype or "bf16"],
+        max_shard_bytes=_bytes(arguments.max_shard_size or "5GB"),
+        tokenizer=tokenizer,
+    )
+
+
+def _bytes(size: str) -> int:
+    """Of 5GB or 500MB; 0 for what is no size."""
+    match = SIZE.fullmatch(size.strip())
+    return round(float(match[1]) * UNITS[match[2].upper()]) if match else 0

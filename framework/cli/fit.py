@@ -22,6 +22,7 @@ from lightning.pytorch import Callback
 from framework.checkpoint.export import export_adapter, export_folder
 from framework.checkpoint.folder import resolve
 from framework.checkpoint.load import Checkpoint
+from framework.checkpoint.open import digest_of, for_export, open_model, tokenizer_config
 from framework.config.errors import Problem, UserError
 from framework.config.hardware import world_size
 from framework.config.schema import KernelsConfig, RecipeConfig
@@ -35,7 +36,7 @@ from framework.kernels.library import choose, missing
 from framework.models.adapter import open_adapter
 from framework.models.generate import inference_stop_ids
 from framework.models.lora import AdapterReader, Read
-from framework.models.pretrained import Pretrained, open_pretrained
+from framework.models.pretrained import Pretrained
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
@@ -60,7 +61,6 @@ from framework.train.trainer import build_strategy, build_trainer
 from framework.worker import is_supervised
 
 WAIT_SECONDS = 0.1
-DIGEST_ELEMENTS = 64
 
 
 def run(recipe: RecipeConfig, run_dir: Path) -> None:
@@ -71,14 +71,18 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     place = launched(os.environ)
     is_first = place.rank == 0
     torch.manual_seed(int(np.random.SeedSequence([recipe.seed, place.rank]).generate_state(1)[0]))  # of dropout, the only draws in a run
-    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
-    tokenizer = load_tokenizer(recipe.model) if place.local_rank == 0 else None
+    pretrained = starting_point(recipe)
+    tokenizer = load_tokenizer(tokenizer_config(recipe.model, pretrained)) if place.local_rank == 0 else None
     prepared = prepare_once(recipe, tokenizer, run_dir, place)
     plan = plan_of(recipe, pretrained, prepared, place.world_size)
     if is_first:
         introduce(plan, prepared, tokenizer, run_dir)
 
-    remembered = {**state_of(plan), "frozen": None if recipe.peft.method == "none" else digest_of(pretrained)}
+    remembered = {
+        **state_of(plan),
+        "frozen": None if recipe.peft.method == "none" else digest_of(pretrained),
+        "export": for_export(recipe.model, pretrained, prepared.stop_ids),
+    }
     checkpoint = None if recipe.resume == "none" else resumed(plan, prepared, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
@@ -186,8 +190,8 @@ def questions(plan: Plan, prepared: Prepared, pretrained: Pretrained | None, tok
 
 def preview(recipe: RecipeConfig) -> str:
     """What `run` would do on this machine, as it would print it. Reads and tokenises the data."""
-    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
-    tokenizer = load_tokenizer(recipe.model)
+    pretrained = starting_point(recipe)
+    tokenizer = load_tokenizer(tokenizer_config(recipe.model, pretrained))
     prepared = prepare(recipe.data, tokenizer, seed=recipe.seed, show_progress=True)
     plan = plan_of(recipe, pretrained, prepared, world_size(recipe.trainer))
     if recipe.eval.prompts is not None:
@@ -198,6 +202,11 @@ def preview(recipe: RecipeConfig) -> str:
     checkpoint = Checkpoint(folder)
     changes = [f"changed since the checkpoint: {change}" for change in check_resume(plan, checkpoint.run, checkpoint.step)]
     return "\n".join([f"resumes after step {checkpoint.step:,} from {folder}", *changes, "", page(plan, prepared)])
+
+
+def starting_point(recipe: RecipeConfig) -> Pretrained | None:
+    """The weights that the recipe names; None: random ones."""
+    return None if recipe.model.path is None else open_model(recipe.model.path, arch=recipe.model.arch)
 
 
 def page(plan: Plan, prepared: Prepared) -> str:
@@ -237,15 +246,6 @@ def choose_kernels(config: KernelsConfig, device_type: str, dtype: torch.dtype) 
     if config.mode == "compiled" and (why_not := missing(device_type, dtype)) is not None:
         expected = "auto, or an installation with kernels (csrc/README.md)"
         raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
-
-
-def digest_of(pretrained: Pretrained) -> str:
-    """Of some elements of each tensor: enough to tell models apart, and quick."""
-    digest = hashlib.sha256()
-    for name, shape in pretrained.names().items():
-        digest.update(name.encode())
-        digest.update(pretrained.read(name, 0, min(DIGEST_ELEMENTS, shape.numel())).float().numpy())
-    return digest.hexdigest()
 
 
 def facts_of(dataset: TokenDataset, source_of: np.ndarray | None = None) -> DataFacts:

@@ -1,4 +1,4 @@
-"""`framework generate --model RUN|FOLDER|FILE.gguf|pkg://... "prompt"`: an answer, printed while it is made.
+"""`framework generate --model RUN|CHECKPOINT|FOLDER|FILE.gguf|pkg://... "prompt"`: an answer, printed while it is made.
 
 With `-` for the prompt, each line of standard input is one, and the model is loaded once for all of them.
 
@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 
+from framework.checkpoint.source import check_source
 from framework.config.errors import Problem, UserError
-from framework.models.locate import check_path, export_of_run
 from framework.progress import loading_libraries
 
 STANDARD_INPUT = "-"
@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="framework generate", description="Answer a prompt with a trained or pretrained model.")
     made.add_argument("prompt", help="the question, or with --raw the text to continue; -: one in each line of standard input")
-    made.add_argument("--model", required=True, help="a run directory, a Hugging Face folder, a .gguf file, pkg://PACKAGE/FILE or org/name")
+    made.add_argument(
+        "--model", required=True, help="a run, a checkpoint, a Hugging Face folder, a .gguf file, pkg://PACKAGE/FILE or org/name"
+    )
     made.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer in tokens (default 256)")
     made.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the likeliest token")
     made.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P")
@@ -61,10 +63,7 @@ def _check(arguments: argparse.Namespace) -> None:
     expect(0 < arguments.top_p <= 1, "--top-p", arguments.top_p, "above 0 and at most 1")
     expect(arguments.prompt.strip() != "", "prompt", arguments.prompt, "a text")
     expect(not (arguments.raw and arguments.system), "--system", arguments.system, "no system prompt with --raw, which has no conversation")
-    try:
-        problems += check_path(export_of_run(arguments.model), "--model")
-    except UserError as error:
-        problems += error.problems
+    problems += check_source(arguments.model, "--model")
     if problems:
         raise UserError(*problems)
 
@@ -73,12 +72,13 @@ def _answer(arguments: argparse.Namespace) -> None:
     with loading_libraries():
         import torch
 
+        from framework.checkpoint.open import open_model
         from framework.models.generate import generate, load_for_generation
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
-    model, tokenizer, stop_ids = load_for_generation(arguments.model)
+    model, tokenizer, stop_ids = load_for_generation(open_model(arguments.model, "--model"))
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     def answer(prompt: str) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.cli.export import export
+from framework.checkpoint.source import Source, check_source, find_source
 from framework.config.errors import Problem, UserError
-from framework.models.locate import PACKAGE_SCHEME, check_path, export_of_run, is_adapter
+from framework.models.locate import PACKAGE_SCHEME
 from framework.progress import loading_libraries
 
 PACKAGE = "lm_eval"
+LARGEST_FILE_BYTES = 5 * 10**9
 INSTALL = 'pip install "lm-eval[hf]"'
 
 
@@ -42,7 +43,7 @@ def arguments(folder: str, tasks: list[str], limit: int | None) -> dict[str, Any
     return {"model": "hf", "model_args": {"pretrained": folder, "dtype": "auto"}, "tasks": tasks, "limit": limit, "batch_size": "auto"}
 
 
-def _checked(model: str, tasks: str, limit: int | None, settings: Sequence[str]) -> tuple[str, list[str]]:
+def _checked(model: str, tasks: str, limit: int | None, settings: Sequence[str]) -> tuple[Source, list[str]]:
     """(where the model is, names of tasks)"""
     problems: list[Problem] = []
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -56,19 +57,21 @@ def _checked(model: str, tasks: str, limit: int | None, settings: Sequence[str])
     if settings:
         got = f"{' '.join(settings)} beside --tasks"
         problems.append(Problem(path="--tasks", got=got, expected="no settings: tasks have data of their own"))
-    try:
-        source = export_of_run(model, "MODEL")
-        problems += check_path(source, "MODEL")
-    except UserError as error:
-        problems += error.problems
+    problems += check_source(model, "MODEL")
     if problems:
         raise UserError(*problems)
-    return source, names
+    return find_source(model, "MODEL"), names
 
 
-def as_folder(source: str, folder: Path) -> str:
+def as_folder(source: Source, folder: Path) -> str:
     """`source` where the harness reads it as it is, else the new `folder` with the same model."""
-    local = Path(source).expanduser()
-    if not source.startswith(PACKAGE_SCHEME) and not local.is_file() and not is_adapter(local):
-        return str(local) if local.exists() else source
-    return str(export(source, folder, "bfloat16"))
+    local = source.folder
+    if source.kind == "model" and not source.path.startswith(PACKAGE_SCHEME) and not local.is_file() and not source.is_adapter:
+        return str(local) if local.exists() else source.path
+    with loading_libraries():
+        from framework.checkpoint.export import export_weights
+        from framework.checkpoint.open import open_model
+    export_weights(
+        folder, open_model(source.path, "MODEL"), layout="hf", dtype="bfloat16", max_shard_bytes=LARGEST_FILE_BYTES, tokenizer=None
+    )
+    return str(folder)

@@ -5,17 +5,16 @@ The same pieces as in training, without an optimizer: data with their masks, the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 
 import torch
 
+from framework.checkpoint.open import open_model, tokenizer_config
 from framework.cli.eval import RESULT
 from framework.cli.fit import choose_kernels, facts_of, prepare_once, validation_batches
 from framework.config.schema import RecipeConfig
-from framework.models.pretrained import open_pretrained
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.plan import check_data
 from framework.ranks import launched
@@ -29,11 +28,8 @@ from framework.train.trainer import build_strategy, build_trainer
 def measure(recipe: RecipeConfig, folder: Path) -> None:
     """Write `folder`/result.json: the loss of `recipe.model` on every source of validation data. Raises UserError."""
     place = launched(os.environ)
-    pretrained = open_pretrained(recipe.model.path, "MODEL")
-    tokenizer = None
-    if place.local_rank == 0:
-        source = recipe.model.tokenizer or str(pretrained.tokenizer_source)
-        tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=source))
+    pretrained = open_model(recipe.model.path, "MODEL")
+    tokenizer = load_tokenizer(tokenizer_config(recipe.model, pretrained)) if place.local_rank == 0 else None
     prepared = prepare_once(recipe, tokenizer, folder, place)
     check_data(recipe, pretrained.config, [facts_of(prepared.validation)])
     device_type = "cuda" if recipe.trainer.accelerator != "cpu" and torch.cuda.is_available() else "cpu"

@@ -61,13 +61,6 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
             expected="a Hugging Face folder, a .gguf file or a hub name (or model.arch for random weights)",
             fix="model.path=/path/to/model  (or model=smollm2, a small model to try things with)",
         )
-    if model.path is not None and model.arch is not None:
-        yield Problem(
-            path="model.arch",
-            got=f"an architecture beside model.path={model.path}",
-            expected="one of them: weights bring their architecture",
-            fix="model.arch=null  (or model.path=null)",
-        )
     if model.path is None and model.arch is not None and model.tokenizer is None:
         expected = "a tokenizer for random weights: a folder, a .gguf file or a hub name"
         yield Problem(path="model.tokenizer", got="nothing", expected=expected, fix="model.tokenizer=/path/to/tokenizer")

@@ -74,10 +74,11 @@ class ModelConfig:
     """Group `model`: what is trained and where its weights come from."""
 
     path: str | None = None
-    """Pretrained weights: a Hugging Face folder, a `.gguf` file, `pkg://PACKAGE/FILE` (a file inside an installed Python package)
-    or a hub name (`org/name`). None: random weights of `arch`."""
+    """Weights to start from: a Hugging Face folder, a `.gguf` file, `pkg://PACKAGE/FILE` (a file inside an installed Python package), a hub
+    name (`org/name`), a run or a checkpoint of it, or a checkpoint folder of DeepSpeed (ZeRO 1 to 3) or torch.distributed.checkpoint.
+    None: random weights of `arch`."""
     arch: LlamaConfig | None = None
-    """Architecture for random weights; must be None when `path` is set."""
+    """Architecture of random weights, and of a DeepSpeed or torch checkpoint that has no config.json; None where `path` brings its own."""
     tokenizer: str | None = None
     """Tokenizer, in the same notations as `path`; None: the one beside the weights."""
     chat_template: str | None = None

@@ -1,6 +1,6 @@
 """Adapters on disk, in the format of the `peft` package: `adapter_config.json` and `adapter_model.safetensors`.
 
-`write_adapter` writes what training made. `AdaptedModel` opens such a folder together with the model that it names and gives the merged
+`write_adapter` writes what training made. `open_adapted` opens such a folder together with the model that it names and gives the merged
 weights by element range, like any other pretrained model: to generate with, to export, to train on.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensors are named base_model.model.LAYER.lora_A.weight, .lora_B.weight
@@ -10,15 +10,16 @@ and .lora_magnitude_vector.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import LlamaConfig, PeftConfig
+from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
 from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_of_run
 from framework.models.lora import adapter_shapes, linear_layers, merged_rows, scaling, target_names
 from framework.models.pretrained import Pretrained, new_folder, open_pretrained, read_json, write_json, write_tokenizer
@@ -99,21 +100,21 @@ def open_adapter(config: PeftConfig, architecture: LlamaConfig) -> Adapter:
     return adapter
 
 
+class LoraTensors(Protocol):
+    """The tensors of an adapter, under the names that they have in the module."""
+
+    config: PeftConfig
+
+    def whole(self, name: str) -> Tensor | None:
+        """The tensor, or None where the adapter has none of this name."""
+
+
 class AdaptedModel:
     """A pretrained model with an adapter merged into its weights: `Pretrained`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.adapter = Adapter(folder)
-        if not self.adapter.base_path:
-            expected = "the model that it was trained on, in base_model_name_or_path"
-            raise UserError(Problem(path=str(folder / ADAPTER_CONFIG), got="an adapter of no named model", expected=expected))
-        self.base: Pretrained = open_pretrained(self.adapter.base_path, f"{folder / ADAPTER_CONFIG}: base_model_name_or_path")
-        self.config: LlamaConfig = self.base.config
-        self.adapter.check(self.config, dataclasses.replace(self.adapter.config, targets=self.adapter.layers))
-        has_tokenizer = (folder / "tokenizer.json").is_file()
-        self.tokenizer_source = folder if has_tokenizer else self.base.tokenizer_source
-        generation = folder / "generation_config.json"
-        self.generation_config = read_json(generation) if generation.is_file() else self.base.generation_config
+    def __init__(self, adapter: LoraTensors, base: Pretrained, tokenizer: ModelConfig, generation_config: dict) -> None:
+        self.adapter, self.base, self.config = adapter, base, base.config
+        self.tokenizer, self.generation_config = tokenizer, generation_config
 
     def names(self) -> dict[str, torch.Size]:
         return self.base.names()
@@ -135,6 +136,23 @@ class AdaptedModel:
             scaling(self.adapter.config),
         )
         return rows.flatten()[start - first * inputs : stop - first * inputs]
+
+
+def open_adapted(folder: Path, open_base: Callable[[str, str], Pretrained] = open_pretrained) -> AdaptedModel:
+    """The adapter in `folder` on the model that it names, which `open_base(path, setting)` opens."""
+    adapter = Adapter(folder)
+    if not adapter.base_path:
+        expected = "the model that it was trained on, in base_model_name_or_path"
+        raise UserError(Problem(path=str(folder / ADAPTER_CONFIG), got="an adapter of no named model", expected=expected))
+    base = open_base(adapter.base_path, f"{folder / ADAPTER_CONFIG}: base_model_name_or_path")
+    adapter.check(base.config, dataclasses.replace(adapter.config, targets=adapter.layers))
+    has_tokenizer, generation = (folder / "tokenizer.json").is_file(), folder / "generation_config.json"
+    return AdaptedModel(
+        adapter,
+        base,
+        ModelConfig(tokenizer=str(folder)) if has_tokenizer else base.tokenizer,
+        read_json(generation) if generation.is_file() else base.generation_config,
+    )
 
 
 def write_adapter(

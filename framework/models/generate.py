@@ -1,7 +1,7 @@
 """Answers from a model: greedy or sampled, one sequence at a time, with a cache of keys and values.
 
-`load_for_generation` opens a run directory, a Hugging Face folder or a GGUF file; `generate` continues a text or answers a conversation
-through the tokenizer's own chat template, so that the prompt has the ids of training (P8).
+`load_for_generation` fills a model with opened weights; `generate` continues a text or answers a conversation through the tokenizer's own
+chat template, so that the prompt has the ids of training (P8).
 
 Unusual: streaming cannot decode token by token, since a character may be spread over several; text is handed out once it is whole.
 """
@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.config.errors import Problem, UserError
 from framework.models.llama import KVCache, Llama
-from framework.models.locate import export_of_run
-from framework.models.pretrained import load_weights, open_pretrained
-from framework.models.tokenizer import stop_token_ids, tokenizer_from
+from framework.models.pretrained import Pretrained, load_weights, token_ids_of
+from framework.models.tokenizer import load_tokenizer, stop_token_ids
 
 INCOMPLETE = "\ufffd"
 """What a decoder gives for bytes that are not yet a character."""
@@ -27,13 +26,9 @@ INCOMPLETE = "\ufffd"
 Message = dict[str, str]
 
 
-def load_for_generation(path: str, *, show: bool = True) -> tuple[Llama, PreTrainedTokenizerFast, list[int]]:
-    """(model, tokenizer, stop ids) of a run directory, a Hugging Face folder, a GGUF file or whatever else `locate.resolve` knows.
-
-    bf16 on the GPU when there is one, fp32 on the CPU.
-    """
-    pretrained = open_pretrained(export_of_run(path), "--model")
-    tokenizer = tokenizer_from(pretrained.tokenizer_source, "--model")
+def load_for_generation(pretrained: Pretrained, *, show: bool = True) -> tuple[Llama, PreTrainedTokenizerFast, list[int]]:
+    """(model, tokenizer, stop ids). bf16 on the GPU when there is one, fp32 on the CPU."""
+    tokenizer = load_tokenizer(pretrained.tokenizer)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     with torch.device("meta"):
         model = Llama(pretrained.config)
@@ -45,9 +40,7 @@ def load_for_generation(path: str, *, show: bool = True) -> tuple[Llama, PreTrai
 
 def inference_stop_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, Any]) -> list[int]:
     """The ids that end an answer of a pretrained model: those that it names, and its tokenizer's."""
-    listed = generation_config.get("eos_token_id")
-    listed = [] if listed is None else [listed] if isinstance(listed, int) else listed
-    return list(dict.fromkeys([*listed, *stop_token_ids(tokenizer)]))
+    return list(dict.fromkeys([*token_ids_of(generation_config.get("eos_token_id")), *stop_token_ids(tokenizer)]))
 
 
 def generate(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import LlamaConfig, RopeScaling
+from framework.config.schema import LlamaConfig, ModelConfig, RopeScaling
 from framework.models.architecture import check_architecture, head_dim, parameter_shapes
 from framework.models.gguf_format import Contents, TensorInfo, read_contents
 
@@ -49,7 +49,7 @@ class GGUFModel:
     """A GGUF file of the Llama, Qwen2 or Qwen3 architecture."""
 
     def __init__(self, file: Path) -> None:
-        self.tokenizer_source = file
+        self.tokenizer = ModelConfig(tokenizer=str(file))
         self.generation_config: dict = {}
         contents = read_contents(file)
         self.config = config_from_gguf(contents, str(file))

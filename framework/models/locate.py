@@ -64,7 +64,7 @@ def export_of_run(path: str, setting: str = "--model") -> str:
     if (folder / "export").is_dir():
         return str(folder / "export")
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-        got, expected = f"{path}, a run directory without an export", f"a run that has ended, with {folder / 'export'}"
+        got, expected = f"{path}, a run directory without an export", f"a run that has made {folder / 'export'}"
         raise UserError(Problem(path=setting, got=got, expected=expected, fix="checkpoint.export=true, and train again"))
     return path
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import LlamaConfig
+from framework.config.schema import LlamaConfig, ModelConfig
 from framework.disk import sync
 from framework.models.architecture import config_from_hf, config_to_hf, parameter_shapes
 from framework.models.locate import check_folder_or_file, is_adapter, resolve
@@ -44,8 +44,8 @@ class Pretrained(Protocol):
     """Weights on disk that a `Llama(config)` can be filled from."""
 
     config: LlamaConfig
-    tokenizer_source: Path
-    """Folder or GGUF file that has the tokenizer."""
+    tokenizer: ModelConfig
+    """What `load_tokenizer` finds the model's tokenizer by."""
     generation_config: dict
     """Content of `generation_config.json`; empty where there is none."""
 
@@ -65,9 +65,9 @@ def open_pretrained(path: str | Path, setting: str = "model.path") -> Pretrained
 
         return GGUFModel(local)
     if is_adapter(local):
-        from framework.models.adapter import AdaptedModel
+        from framework.models.adapter import open_adapted
 
-        return AdaptedModel(local)
+        return open_adapted(local)
     return HuggingFaceFolder(local)
 
 
@@ -85,13 +85,13 @@ class HuggingFaceFolder:
     """A folder with `config.json` and safetensors, single or sharded."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer_source = folder
+        self.tokenizer = ModelConfig(tokenizer=str(folder))
         self.config = config_from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.is_file() else {}
         self._shapes = {name: torch.Size(shape) for name, shape in parameter_shapes(self.config).items()}
         self._entries = _find_tensors(folder)
-        _check_tensors(self._entries, self._shapes, self.config, folder)
+        check_tensors(self._entries, self._shapes, self.config, folder)
         self._reader = RangeReader()
 
     def names(self) -> dict[str, torch.Size]:
@@ -136,11 +136,13 @@ def _find_tensors(folder: Path) -> dict[str, Entry]:
     return read_header(candidates[0])
 
 
-def _check_tensors(entries: dict[str, Entry], shapes: dict[str, torch.Size], config: LlamaConfig, folder: Path) -> None:
+def check_tensors(
+    entries: dict[str, Entry], shapes: dict[str, torch.Size], config: LlamaConfig, folder: Path, described_by: str = "config.json"
+) -> None:
     """P28: the tensors are those of the architecture, no more and no fewer, with their shapes, in a floating-point type."""
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     found = {name for name in entries if name not in ignored and not name.endswith(LEGACY_BUFFER)}
-    wanted = f"the {len(shapes)} tensors of {config.family} as config.json describes it"
+    wanted = f"the {len(shapes)} tensors of {config.family} as {described_by} describes it"
     problems = []
     if missing := [name for name in shapes if name not in found]:
         problems.append(Problem(path=str(folder), got=f"{len(missing)} tensors are missing: {_list(missing)}", expected=wanted))
@@ -150,7 +152,7 @@ def _check_tensors(entries: dict[str, Entry], shapes: dict[str, torch.Size], con
         entry = entries[name]
         if entry.shape != tuple(shapes[name]):
             got = f"{name} of shape {list(entry.shape)}"
-            problems.append(Problem(path=str(entry.file), got=got, expected=f"{list(shapes[name])}, from config.json"))
+            problems.append(Problem(path=str(entry.file), got=got, expected=f"{list(shapes[name])}, from {described_by}"))
         elif entry.dtype is None:
             got = f"{name} of type {entry.dtype_name}"
             problems.append(Problem(path=str(entry.file), got=got, expected="one of " + ", ".join(DTYPES)))
@@ -184,9 +186,7 @@ def write_pretrained(
     folder = Path(folder)
     with new_folder(folder) as partial:
         _write_weights(partial, config, tensors, getattr(torch, dtype), max_shard_bytes, show)
-        token_ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
-        write_json(partial / "config.json", config_to_hf(config, dtype=dtype, token_ids=token_ids))
-        write_tokenizer(partial, tokenizer, stop_token_ids, generation_config or {})
+        write_description(partial, config, dtype, tokenizer, stop_token_ids, generation_config or {})
     return folder
 
 
@@ -262,9 +262,18 @@ def _plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_sha
     return {f"model-{number:05}-of-{len(groups):05}.safetensors": names for number, names in enumerate(groups, start=1)}
 
 
+def write_description(
+    folder: Path, config: LlamaConfig, dtype: ExportDtype, tokenizer, stop_token_ids: Sequence[int], generation_config: dict
+) -> None:
+    """Everything beside the weights: config.json, tokenizer, chat template and generation_config.json."""
+    token_ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
+    write_json(folder / "config.json", config_to_hf(config, dtype=dtype, token_ids=token_ids))
+    write_tokenizer(folder, tokenizer, stop_token_ids, generation_config)
+
+
 def write_tokenizer(folder: Path, tokenizer, stop_token_ids: Sequence[int], generation_config: dict) -> None:
     """The tokenizer's files, and generation_config.json with the tokens at which an answer stops."""
-    stops = _as_list(generation_config.get("eos_token_id"))
+    stops = token_ids_of(generation_config.get("eos_token_id"))
     if tokenizer is not None:
         from framework.models import tokenizer as tokenizers  # transformers is needed for this only
 
@@ -277,8 +286,9 @@ def write_tokenizer(folder: Path, tokenizer, stop_token_ids: Sequence[int], gene
     write_json(folder / "generation_config.json", {**known, **kept, "eos_token_id": stops or None})
 
 
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+def token_ids_of(eos: int | list[int] | None) -> list[int]:
+    """The `eos_token_id` of a generation config, which may be none, one or several."""
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def write_json(file: Path, data: dict) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from framework.checkpoint.source import find_source
 from framework.cli import eval as command
 from framework.cli import harness
 from framework.cli.measure import measure
@@ -124,10 +125,10 @@ def test_tasks_without_their_package_say_how_to_install_it(trained, capsys, monk
 
 
 def test_the_harness_gets_a_folder_that_transformers_reads(trained, lora, ranks, tmp_path) -> None:
-    assert harness.as_folder(str(trained / EXPORT), tmp_path / "new") == str(trained / EXPORT)
-    assert harness.as_folder("org/name", tmp_path / "new") == "org/name"
+    assert harness.as_folder(find_source(str(trained / EXPORT)), tmp_path / "new") == str(trained / EXPORT)
+    assert harness.as_folder(find_source("org/name"), tmp_path / "new") == "org/name"
     adapted = run(ranks, 1, lora, tmp_path / "run", steps=1)
-    folder = harness.as_folder(str(adapted / EXPORT), tmp_path / "new")
+    folder = harness.as_folder(find_source(str(adapted / EXPORT)), tmp_path / "new")
     assert folder == str(tmp_path / "new") and (tmp_path / "new" / "model.safetensors").is_file()
     assert harness.arguments(folder, ["hellaswag"], 10) == {
         "model": "hf",

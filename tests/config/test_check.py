@@ -107,7 +107,6 @@ def test_settings_that_contradict_each_other(changes, path):
 @pytest.mark.parametrize(
     ("changes", "path", "fix"),
     [
-        ({"model__path": "x"}, "model.arch", "model.arch=null  (or model.path=null)"),
         ({"model__tokenizer": None}, "model.tokenizer", "model.tokenizer=/path/to/tokenizer"),
         ({"model__arch__hidden_size": 130, "model__arch__num_attention_heads": 4}, "model.arch.hidden_size", "model.arch.hidden_size=132"),
         ({"model__arch__num_key_value_heads": 3}, "model.arch.num_key_value_heads", "model.arch.num_key_value_heads=2"),

@@ -10,11 +10,12 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from framework.checkpoint.open import open_model
 from framework.cli import generate as command
 from framework.config.errors import UserError
 from framework.models.generate import choose, generate, generate_ids, load_for_generation, prompt_ids
 from framework.models.llama import Llama
-from framework.models.pretrained import write_pretrained
+from framework.models.pretrained import open_pretrained, write_pretrained
 from tests.models.families import VOCABULARY, byte_tokenizer, oracle
 from tests.models.test_gguf import SMOLLM, needs_smollm
 from tests.models.test_llama import ours
@@ -124,22 +125,22 @@ def test_streamed_pieces_join_to_the_answer_and_never_split_a_character():
 
 def test_a_run_directory_answers_from_its_export(tmp_path: Path):
     folder = export(tmp_path / "run" / "export")
-    from_run, tokenizer, stops = load_for_generation(str(tmp_path / "run"))
-    from_folder, _, _ = load_for_generation(str(folder))
+    from_run, tokenizer, stops = load_for_generation(open_model(str(tmp_path / "run")))
+    from_folder, _, _ = load_for_generation(open_pretrained(folder))
     assert stops == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert generate(from_run, tokenizer, TURNS, 8) == generate(from_folder, tokenizer, TURNS, 8)
 
 
 @needs_smollm
 def test_smollm2_knows_the_capital_of_france():
-    model, tokenizer, stops = load_for_generation(SMOLLM)
+    model, tokenizer, stops = load_for_generation(open_pretrained(SMOLLM))
     assert generate(model, tokenizer, "The capital of France is", 4, stop_ids=stops).startswith(" Paris")
     assert "Paris" in generate(model, tokenizer, [{"role": "user", "content": "What is the capital of France?"}], 12, stop_ids=stops)
 
 
 def test_the_command_prints_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture):
     folder = export(tmp_path / "model")
-    model, tokenizer, stops = load_for_generation(str(folder))
+    model, tokenizer, stops = load_for_generation(open_pretrained(folder))
     assert command.main(["--model", str(folder), "Hello", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out == generate(model, tokenizer, TURNS, 8, stop_ids=stops) + "\n"
     assert command.main(["--model", str(folder), "Hello", "--max-new-tokens", "8", "--raw"]) == 0

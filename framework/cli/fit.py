@@ -33,6 +33,7 @@ from framework.kernels.library import choose, missing
 from framework.models.adapter import open_adapter
 from framework.models.lora import AdapterReader, Read
 from framework.models.pretrained import Pretrained, open_pretrained
+from framework.models.selection import check_selection
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
@@ -65,14 +66,14 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     place = launched(os.environ)
     is_first = place.rank == 0
     torch.manual_seed(int(np.random.SeedSequence([recipe.seed, place.rank]).generate_state(1)[0]))  # of dropout, the only draws in a run
-    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
+    pretrained = opened(recipe)
     tokenizer = load_tokenizer(recipe.model) if place.local_rank == 0 else None
     prepared = prepare_once(recipe, tokenizer, run_dir, place)
     plan = plan_of(recipe, pretrained, prepared, place.world_size)
     if is_first:
         introduce(plan, prepared, tokenizer, run_dir)
 
-    remembered = {**state_of(plan), "frozen": None if recipe.peft.method == "none" else digest_of(pretrained)}
+    remembered = {**state_of(plan), "frozen": digest_of(pretrained) if plan.has_frozen else None}
     checkpoint = None if recipe.resume == "none" else resumed(plan, remembered, Path(recipe.resume), run_dir, is_first)
     first_step = checkpoint.step if checkpoint else 0
 
@@ -148,7 +149,7 @@ def watch_over(
 
 def preview(recipe: RecipeConfig) -> str:
     """What `run` would do on this machine, as it would print it. Reads and tokenises the data."""
-    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
+    pretrained = opened(recipe)
     prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=True)
     plan = plan_of(recipe, pretrained, prepared, world_size(recipe.trainer))
     folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
@@ -157,6 +158,13 @@ def preview(recipe: RecipeConfig) -> str:
     checkpoint = Checkpoint(folder)
     changes = [f"changed since the checkpoint: {change}" for change in check_resume(plan, checkpoint.run, checkpoint.step)]
     return "\n".join([f"resumes after step {checkpoint.step:,} from {folder}", *changes, "", page(plan, prepared)])
+
+
+def opened(recipe: RecipeConfig) -> Pretrained | None:
+    """The pretrained model, None for random weights. Raises UserError, before anything slow, also for patterns that mean nothing in it."""
+    pretrained = open_pretrained(recipe.model.path) if recipe.model.path is not None else None
+    check_selection(recipe, recipe.model.arch if pretrained is None else pretrained.config)
+    return pretrained
 
 
 def page(plan: Plan, prepared: Prepared) -> str:
@@ -239,7 +247,7 @@ def resumed(plan: Plan, remembered: dict[str, Any], folder: Path, run_dir: Path,
     checkpoint = Checkpoint(folder)
     changes = check_resume(plan, checkpoint.run, checkpoint.step)
     if checkpoint.run["frozen"] != remembered["frozen"]:
-        got = f"{plan.recipe.model.path}, whose weights are not those that the adapter was trained on"
+        got = f"{plan.recipe.model.path}, whose weights are not those that were frozen in the checkpoint's run"
         raise UserError(Problem(path="model.path", got=got, expected=f"the model that was at {checkpoint.run['recipe']['model']['path']}"))
     if is_first:
         for change in changes:
@@ -267,6 +275,7 @@ def build_module(plan: Plan) -> CausalLMModule:
         activation_checkpointing=model.activation_checkpointing,
         compile_blocks=model.compile,
         peft=plan.recipe.peft,
+        frozen=model,
     )
 
 

@@ -103,7 +103,8 @@ class FlatBuffer:
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
         self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
-        self.compute_dtype, self.master_dtype = layout.integer or compute_dtype, layout.integer or master_dtype
+        compute_dtype, master_dtype = layout.integer or compute_dtype, layout.integer or master_dtype
+        self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.shard_numel = layout.shard_numel(shard_comm.size)
         self.padded = layout.padded(shard_comm.size)
         self.extents = (self.padded, tuple((slot.offset, slot.numel) for slot in layout.slots))

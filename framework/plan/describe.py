@@ -59,7 +59,7 @@ def _frozen(plan: Plan) -> str:
         return f"{text}; {peft.base} in blocks of {peft.base_block} on {len(quantized)} layers"
     if model.train_last_n_blocks is not None:
         head = "the head, which is the embedding" if plan.architecture.tie_word_embeddings else "the head"
-        text += f"; all but the last {model.train_last_n_blocks} blocks, the final norm and {head}"
+        text += f"; all but blocks {plan.architecture.num_hidden_layers - model.train_last_n_blocks} and up, the final norm and {head}"
     return text + (f"; {', '.join(model.freeze)}" if model.freeze else "")
 
 

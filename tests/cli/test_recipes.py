@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -17,7 +18,7 @@ from framework.config.schema import LlamaConfig, ModelConfig
 from framework.models.llama import Llama
 from framework.models.pretrained import open_pretrained, write_pretrained
 from framework.models.tokenizer import load_tokenizer
-from framework.train.metrics import read_metrics
+from framework.train.metrics import read_metrics, series
 from framework.train.run_dir import EXPORT, METRICS, PLAN, read_summary, write_run_dir
 from tests.cli.test_fit import fit
 from tests.data.templates import QWEN3
@@ -30,6 +31,12 @@ SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 STEPS = 2
 FEW = [f"trainer.max_steps={STEPS}", "trainer.epochs=null", "trainer.global_batch_size=2", "trainer.micro_batch_size=1"]
 FEW += ["trainer.accelerator=cpu", "trainer.devices=1"]
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    """The tokenizer."""
+    return load_tokenizer(ModelConfig(path=SMOLLM))
 
 
 @pytest.fixture(scope="module")
@@ -53,26 +60,25 @@ def train(ranks, run_dir: Path, *words: str) -> Path:
     recipe = compose([*words, *FEW]).recipe
     write_run_dir(run_dir, recipe, overrides=list(words), command=["test"])
     ranks(1, fit, recipe, run_dir, timeout=180)
-    rows = read_metrics(run_dir / METRICS)
-    assert len(rows) == STEPS == read_summary(run_dir)["steps"]
-    assert all(0 < row.loss < 12 for row in rows) and rows[0].loss != rows[1].loss
+    steps, losses = series(read_metrics(run_dir / METRICS), "loss")
+    assert len(steps) == STEPS == read_summary(run_dir)["steps"]
+    assert all(0 < loss < 12 for loss in losses) and losses[0] != losses[1]
     return run_dir
 
 
-def test_llama_qlora(ranks, tmp_path) -> None:
-    model = pretrained(tmp_path / "model", load_tokenizer(ModelConfig(path=SMOLLM)), tie_word_embeddings=True)
+def test_llama_qlora(ranks, smollm, tmp_path) -> None:
+    model = pretrained(tmp_path / "model", smollm, tie_word_embeddings=True)
     run = train(ranks, tmp_path / "run", "+recipe=llama_qlora", f"model.path={model}", "data.max_rows=20")
     assert json.loads((run / EXPORT / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
     assert "nf4 in blocks of 64 on 14 layers" in (run / PLAN).read_text()
     assert open_pretrained(run / EXPORT).config.tie_word_embeddings
 
 
-def test_qwen_sft(ranks, tmp_path) -> None:
+def test_qwen_sft(ranks, smollm, tmp_path) -> None:
     """With Qwen3's own tokenizer where the package is at hand, else with its template on another's."""
     folder = os.environ.get("FRAMEWORK_TEST_QWEN3")
-    tokenizer = load_tokenizer(ModelConfig(tokenizer=folder) if folder else ModelConfig(path=SMOLLM))
-    if not folder:
-        tokenizer.chat_template = QWEN3
+    tokenizer = load_tokenizer(ModelConfig(tokenizer=folder)) if folder else copy.deepcopy(smollm)
+    tokenizer.chat_template = tokenizer.chat_template if folder else QWEN3
     model = pretrained(tmp_path / "model", tokenizer, family="qwen3", qk_norm=True, head_dim=16, rms_norm_eps=1e-6)
     words = ["+recipe=qwen_sft", f"model.path={model}", "data.train=data/framework_qa.jsonl", "data.max_rows=20"]
     run = train(ranks, tmp_path / "run", *words)
@@ -90,8 +96,8 @@ def test_smollm_pretrain(ranks, text, tmp_path) -> None:
     assert open_pretrained(run / EXPORT).config.vocab_size == 49152
 
 
-def test_domain_pretrain(ranks, text, tmp_path) -> None:
-    model = pretrained(tmp_path / "model", load_tokenizer(ModelConfig(path=SMOLLM)), tie_word_embeddings=True)
+def test_domain_pretrain(ranks, smollm, text, tmp_path) -> None:
+    model = pretrained(tmp_path / "model", smollm, tie_word_embeddings=True)
     words = ["+recipe=domain_pretrain", f"model.path={model}", f"data.train={text}/*.txt", "data.max_tokens=64", "schedule.warmup_ratio=0"]
     run = train(ranks, tmp_path / "run", *words)
     assert "x 0.95 for each block away from the head, x 0.857 at model.embed_tokens.weight" in (run / PLAN).read_text()

@@ -37,6 +37,7 @@ from framework.models.adapter import open_adapter
 from framework.models.generate import inference_stop_ids
 from framework.models.lora import AdapterReader, Read
 from framework.models.pretrained import Pretrained
+from framework.models.selection import check_selection
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
@@ -80,7 +81,7 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
 
     remembered = {
         **state_of(plan),
-        "frozen": None if recipe.peft.method == "none" else digest_of(pretrained),
+        "frozen": digest_of(pretrained) if plan.has_frozen else None,
         "export": for_export(recipe.model, pretrained, prepared.stop_ids),
     }
     checkpoint = None if recipe.resume == "none" else resumed(plan, prepared, remembered, Path(recipe.resume), run_dir, is_first)
@@ -205,8 +206,11 @@ def preview(recipe: RecipeConfig) -> str:
 
 
 def starting_point(recipe: RecipeConfig) -> Pretrained | None:
-    """The weights that the recipe names; None: random ones."""
-    return None if recipe.model.path is None else open_model(recipe.model.path, arch=recipe.model.arch)
+    """The weights that the recipe names, None for random ones. Raises UserError, before anything slow, also for patterns that mean nothing
+    in it."""
+    pretrained = None if recipe.model.path is None else open_model(recipe.model.path, arch=recipe.model.arch)
+    check_selection(recipe, recipe.model.arch if pretrained is None else pretrained.config)
+    return pretrained
 
 
 def page(plan: Plan, prepared: Prepared) -> str:
@@ -280,7 +284,7 @@ def resumed(plan: Plan, prepared: Prepared, remembered: dict[str, Any], folder: 
     checkpoint = Checkpoint(folder)
     changes = check_resume(plan, checkpoint.run, checkpoint.step)
     if checkpoint.run["frozen"] != remembered["frozen"]:
-        got = f"{plan.recipe.model.path}, whose weights are not those that the adapter was trained on"
+        got = f"{plan.recipe.model.path}, whose weights are not those that were frozen in the checkpoint's run"
         raise UserError(Problem(path="model.path", got=got, expected=f"the model that was at {checkpoint.run['recipe']['model']['path']}"))
     if is_first:
         for change in changes:
@@ -319,6 +323,7 @@ def build_module(plan: Plan) -> CausalLMModule:
         activation_checkpointing=model.activation_checkpointing,
         compile_blocks=model.compile,
         peft=plan.recipe.peft,
+        frozen=model,
     )
 
 

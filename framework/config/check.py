@@ -38,6 +38,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_names(recipe),
         *_model(recipe.model),
         *_peft(recipe.peft, recipe.model),
+        *_frozen(recipe.model, recipe.peft),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
         *_checkpoint(recipe),
@@ -93,6 +94,9 @@ def _peft(peft: PeftConfig, model: ModelConfig) -> Iterator[Problem]:
     if peft.method == "none":
         if peft.path is not None:
             yield Problem(path="peft.path", got=f"{peft.path} with peft.method=none", expected="null, or peft.method=lora", fix="peft=lora")
+        if peft.base != "float":
+            got = f"{peft.base} with peft.method=none, which trains the model's own weights"
+            yield Problem(path="peft.base", got=got, expected="float, or adapters over a frozen base", fix="peft=qlora")
         return
     if model.path is None:
         got, expected = f"{peft.method} on random weights", "a pretrained model that the adapter belongs to"
@@ -104,11 +108,39 @@ def _peft(peft: PeftConfig, model: ModelConfig) -> Iterator[Problem]:
     if not peft.targets:
         yield Problem(path="peft.targets", got="no layer", expected="at least one", fix="peft.targets=[all-linear]")
     for target in peft.targets:
-        try:
-            re.compile(target)
-        except re.error as error:
-            expected = "a name, a regular expression or all-linear"
-            yield Problem(path="peft.targets", got=f"{target!r} ({error})", expected=expected, fix="peft.targets=[all-linear]")
+        yield from _pattern("peft.targets", target, "a name, a regular expression or all-linear", "peft.targets=[all-linear]")
+    if peft.base == "float":
+        unused = PeftConfig()
+        for key in ("base_block", "quantized_layers"):
+            if getattr(peft, key) != getattr(unused, key):
+                got = f"{getattr(peft, key)} with peft.base=float, which quantises nothing"
+                yield Problem(path=f"peft.{key}", got=got, expected="a quantised base", fix="peft.base=nf4")
+
+
+def _frozen(model: ModelConfig, peft: PeftConfig) -> Iterator[Problem]:
+    blocks = model.train_last_n_blocks
+    if blocks is not None:
+        yield from _at_least("model.train_last_n_blocks", blocks, 0)
+    for index, pattern in enumerate(model.freeze):
+        yield from _pattern(f"model.freeze[{index}]", pattern, "a name or a regular expression", "model.freeze=[embed_tokens]")
+    chosen = {"freeze": model.freeze or None, "train_last_n_blocks": blocks}
+    for key, value in chosen.items():
+        if value is not None and peft.method != "none":
+            got, expected = f"{value} with peft.method={peft.method}", "none of it: everything but the adapters is frozen already"
+            yield Problem(path=f"model.{key}", got=got, expected=expected, fix="peft=none")
+        elif value is not None and model.path is None:
+            got = f"{value} on random weights, which would stay random"
+            yield Problem(path=f"model.{key}", got=got, expected="a pretrained model", fix="model.path=/path/to/model")
+
+
+def _pattern(path: str, pattern: str, expected: str, fix: str) -> Iterator[Problem]:
+    try:
+        re.compile(pattern)
+        why_not = "" if pattern else "means nothing"
+    except re.error as error:
+        why_not = str(error)
+    if why_not:
+        yield Problem(path=path, got=f"{pattern!r} ({why_not})", expected=expected, fix=fix)
 
 
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
@@ -184,6 +216,19 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:
         expected = "two numbers from 0 to below 1"
         yield Problem(path="optimizer.betas", got=str(list(optimizer.betas)), expected=expected, fix="optimizer.betas=[0.9,0.95]")
     yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    decay = optimizer.layer_lr_decay
+    if decay is not None and not 0 < decay <= 1:
+        expected = "above 0, up to 1, or null for one learning rate"
+        yield Problem(path="optimizer.layer_lr_decay", got=f"{decay:g}", expected=expected, fix="optimizer.layer_lr_decay=0.9")
+    for index, group in enumerate(optimizer.groups):
+        where = f"optimizer.groups[{index}]"
+        fix = "optimizer.groups=[{pattern: embed_tokens, lr_factor: 0.1}]"
+        yield from _pattern(f"{where}.pattern", group.pattern, "a name or a regular expression", fix)
+        if group.lr_factor <= 0:
+            expected = "above 0; what is not to be trained is frozen"
+            yield Problem(path=f"{where}.lr_factor", got=f"{group.lr_factor:g}", expected=expected, fix=f"model.freeze=[{group.pattern}]")
+        if group.weight_decay is not None:
+            yield from _at_least(f"{where}.weight_decay", group.weight_decay, 0)
     if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
         expected = "above 0, or null for no clipping"
         yield Problem(path="optimizer.grad_clip", got=f"{optimizer.grad_clip:g}", expected=expected, fix="optimizer.grad_clip=null")

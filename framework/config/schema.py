@@ -83,6 +83,12 @@ class ModelConfig:
     """Tokenizer, in the same notations as `path`; None: the one beside the weights."""
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template; None: the tokenizer's own."""
+    freeze: list[str] = field(default_factory=list)
+    """What is not trained: last words of names of modules or parameters (`embed_tokens`, `layers.0`, `self_attn`), or regular expressions
+    for whole names (`model\\.layers\\.[0-3]`). A tied head is the embedding under a second name, and either freezes both."""
+    train_last_n_blocks: int | None = None
+    """Train only so many of the last blocks, the final norm and the head (a tied head: the embedding with it, unless `freeze` names it);
+    0: norm and head alone. None: all blocks."""
     activation_checkpointing: bool = False
     """Recompute each block in backward instead of storing its activations."""
     compile: bool = False
@@ -107,6 +113,14 @@ class PeftConfig:
     """Multiply with alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     dora: bool = False
     """Train the length of each row of the sum, too (arXiv:2402.09353)."""
+    base: Literal["float", "nf4", "int8"] = "float"
+    """How the frozen weights below the adapters are held: in the compute dtype, or (QLoRA, arXiv:2305.14314) in 4 or 8 bits with a scale
+    for each block. They are quantised while the model is read. The adapter is trained on top of the quantised weights and exported for
+    the original ones, which `generate` and `export --merge` use."""
+    base_block: Literal[32, 64, 128, 256] = 64
+    """nf4, int8: weights that share an fp32 scale; 64 make 4.5 or 8.5 bits a weight."""
+    quantized_layers: Literal["adapted", "all-linear"] = "adapted"
+    """nf4, int8: which linear layers are held so, those with an adapter or all in the blocks. Embeddings, norms and the head never are."""
     path: str | None = None
     """Go on training the adapter in this folder; rank, alpha, targets, rslora and dora must be its own. None: a new one."""
 
@@ -228,6 +242,18 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroupConfig:
+    """One of `optimizer.groups`."""
+
+    pattern: str = ""
+    """Last words of names of modules or parameters (`embed_tokens`, `layers.0`, `norm`), or a regular expression for whole names."""
+    lr_factor: float = 1.0
+    """Learning rate in terms of that of the schedule, on top of `layer_lr_decay`."""
+    weight_decay: float | None = None
+    """None: that of `optimizer.weight_decay` for matrices and embeddings, and 0 for norms and biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Group `optimizer`: how gradients become new parameters."""
 
@@ -238,6 +264,11 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     """Decoupled; applied to matrices and embeddings, not to norms and biases."""
+    groups: list[ParameterGroupConfig] = field(default_factory=list)
+    """Parameters with settings of their own: {pattern, lr_factor, weight_decay}. The first pattern that means a parameter holds."""
+    layer_lr_decay: float | None = None
+    """Learning rate of each block as a share of the one above it (0.9, say): block i of n gets `lr` x this ** (n - i), i from 0, the
+    embedding, also a tied one, this ** (n + 1), final norm and head `lr` itself. None: the same for all."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; None: no clipping."""
 

@@ -67,8 +67,8 @@ def schema_paths() -> dict[str, Any]:
 
 
 def dataclass_in(hint: Any) -> type | None:
-    """The dataclass that a field holds, also when it may be None."""
-    candidates = (hint, *get_args(hint))
+    """The dataclass that a field holds, also when it may be None; a list of them is a value."""
+    candidates = () if get_origin(hint) is list else (hint, *get_args(hint))
     return next((option for option in candidates if is_dataclass(option)), None)
 
 

@@ -6,6 +6,9 @@
 s is alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732). With DoRA (arXiv:2402.09353) the rows of the sum are scaled to a
 trained length: m * (W + s B A) / |W + s B A|, m starting at |W|; the length below the bar is taken as a constant, as the paper does.
 
+With `base: nf4` or `int8` (QLoRA) W is what `quantized.py` keeps of it, and the adapter learns on top of that: W above is then the
+dequantised matrix, also in DoRA's first lengths. The adapter itself is the same on disk and belongs to the original model.
+
 Unusual: an adapted layer is a `Linear` with more parameters, so that W keeps its name and pretrained weights need no mapping.
 """
 
@@ -26,6 +29,7 @@ from framework.config.schema import LlamaConfig, PeftConfig
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Linear, Llama
 from framework.models.pretrained import Pretrained
+from framework.models.quantized import QuantizedLinear, QuantizedReader
 
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
@@ -38,26 +42,24 @@ def scaling(config: PeftConfig) -> float:
     return config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
 
 
-class LoraLinear(Linear):
-    """x W^T + s dropout(x) A^T B^T + bias, or with DoRA what the module's docstring says; W [out, in] and bias are frozen, `lora_A`
-    [rank, in], `lora_B` [out, rank] and, for DoRA, `lora_magnitude` [out] trained."""
+class Adapted(nn.Module):
+    """Beside the frozen layer that a class also inherits: x W^T + s dropout(x) A^T B^T + bias, or with DoRA what the module's docstring
+    says. Trained are `lora_A` [rank, in], `lora_B` [out, rank] and, for DoRA, `lora_magnitude` [out].
 
-    def __init__(self, inputs: int, outputs: int, config: PeftConfig, *, bias: bool, std: float) -> None:
-        super().__init__(inputs, outputs, bias=bias, std=std)
+    The layer offers `dense(dtype)`, which is W [out, in], and `product(x)`, which is x W^T.
+    """
+
+    def attach(self, config: PeftConfig) -> None:
+        """Freeze the layer and give it a new adapter."""
         self.requires_grad_(False)
         self.scaling, self.dropout = scaling(config), config.dropout
-        self.lora_A = nn.Parameter(torch.empty(config.rank, inputs))
-        self.lora_B = nn.Parameter(torch.empty(outputs, config.rank))
+        self.lora_A = nn.Parameter(torch.empty(config.rank, self.in_features))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, config.rank))
         if config.dora:
-            self.lora_magnitude = nn.Parameter(torch.empty(outputs))
+            self.lora_magnitude = nn.Parameter(torch.empty(self.out_features))
         else:
             self.register_parameter("lora_magnitude", None)
         self.reset_adapter()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if "lora_A" in self._parameters:  # not yet while the base class is constructed
-            self.reset_adapter()
 
     def reset_adapter(self) -> None:
         """No update: A random, B zero."""
@@ -65,18 +67,45 @@ class LoraLinear(Linear):
         nn.init.zeros_(self.lora_B)
         if self.lora_magnitude is not None:
             with torch.no_grad():
-                self.lora_magnitude.copy_(row_norms(self.weight))
+                self.lora_magnitude.copy_(row_norms(self.dense(self.lora_A.dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = F.dropout(x, self.dropout, self.training)
         update = self.scaling * F.linear(F.linear(dropped, self.lora_A), self.lora_B)
-        y = F.linear(x, self.weight, self.bias)
+        y = super().forward(x)
         if self.lora_magnitude is None:
             return y + update
         with torch.no_grad():
-            length = row_norms(self.weight + self.scaling * (self.lora_B @ self.lora_A)).to(x.dtype)
+            length = row_norms(self.dense(x.dtype) + self.scaling * (self.lora_B @ self.lora_A)).to(x.dtype)
         factor = self.lora_magnitude / length  # of everything but the bias; dropout is on all that is learned
-        return y + (factor - 1) * F.linear(dropped, self.weight) + factor * update
+        return y + (factor - 1) * self.product(dropped) + factor * update
+
+
+class LoraLinear(Adapted, Linear):
+    """An adapter on a weight in floating point."""
+
+    def __init__(self, inputs: int, outputs: int, config: PeftConfig, *, bias: bool, std: float) -> None:
+        super().__init__(inputs, outputs, bias=bias, std=std)
+        self.attach(config)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "lora_A" in self._parameters:  # not yet while the base class is constructed
+            self.reset_adapter()
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class QuantizedLoraLinear(Adapted, QuantizedLinear):
+    """An adapter on a quantised weight (QLoRA)."""
+
+    def __init__(self, inputs: int, outputs: int, config: PeftConfig, *, bias: bool) -> None:
+        super().__init__(inputs, outputs, config, bias=bias)
+        self.attach(config)
 
 
 def row_norms(weight: Tensor) -> Tensor:
@@ -95,23 +124,38 @@ def merged_rows(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tenso
 
 
 def add_adapter(model: Llama, config: PeftConfig) -> None:
-    """Give the layers that `config` means an adapter and freeze everything else; `method: none` changes nothing.
+    """Give the layers that `config` means an adapter, quantise those that it says, and freeze everything else; `method: none` changes
+    nothing.
 
     Raises UserError for a target that is no linear layer of the blocks.
     """
     if config.method == "none":
         return
     model.requires_grad_(False)
-    for name in target_names(model.config, config):
-        parent, _, attribute = name.rpartition(".")
-        old = model.get_submodule(name)
-        with torch.device(old.weight.device):
-            new = LoraLinear(old.in_features, old.out_features, config, bias=old.bias is not None, std=old.std)
-        new.weight, new.bias = old.weight, old.bias
-        new.to(old.weight.dtype)
-        new.reset_adapter()  # DoRA starts from the weight
-        setattr(model.get_submodule(parent), attribute, new)
+    adapted, quantized = set(target_names(model.config, config)), set(quantized_names(model.config, config))
+    for name in linear_layers(model.config):
+        if name in adapted or name in quantized:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, _changed(model.get_submodule(name), config, name in adapted, name in quantized))
     model.model.draws_random_numbers = config.dropout > 0
+
+
+def _changed(old: Linear, config: PeftConfig, adapted: bool, quantized: bool) -> nn.Module:
+    """The layer in the place of `old`."""
+    bias = old.bias is not None
+    with torch.device(old.weight.device):
+        if quantized:
+            new = (QuantizedLoraLinear if adapted else QuantizedLinear)(old.in_features, old.out_features, config, bias=bias)
+            if not old.weight.is_meta:
+                new.quantize_(old.weight)
+        else:
+            new = LoraLinear(old.in_features, old.out_features, config, bias=bias, std=old.std)
+            new.weight = old.weight
+    new.bias = old.bias
+    new.to(old.weight.dtype)
+    if adapted:
+        new.reset_adapter()  # DoRA starts from the weight
+    return new
 
 
 def linear_layers(architecture: LlamaConfig) -> dict[str, tuple[int, int]]:
@@ -128,7 +172,7 @@ def target_names(architecture: LlamaConfig, config: PeftConfig) -> list[str]:
     names = list(linear_layers(architecture))
     chosen: set[str] = set()
     for target in config.targets:
-        found = names if target == ALL_LINEAR else [name for name in names if _means(target, name)]
+        found = names if target == ALL_LINEAR else [name for name in names if name_is_meant(target, name)]
         if not found:
             leaves = sorted({name.rpartition(".")[2] for name in names})
             expected = f"{ALL_LINEAR}, a regular expression for whole names like {names[0]}, or one of {', '.join(leaves)}"
@@ -136,6 +180,13 @@ def target_names(architecture: LlamaConfig, config: PeftConfig) -> list[str]:
             raise UserError(Problem(path="peft.targets", got=got, expected=expected, fix=f"peft.targets=[{ALL_LINEAR}]"))
         chosen.update(found)
     return [name for name in names if name in chosen]
+
+
+def quantized_names(architecture: LlamaConfig, config: PeftConfig) -> list[str]:
+    """Full names of the layers whose weight is quantised, in module order."""
+    if config.method == "none" or config.base == "float":
+        return []
+    return target_names(architecture, config) if config.quantized_layers == "adapted" else list(linear_layers(architecture))
 
 
 def adapter_shapes(architecture: LlamaConfig, config: PeftConfig) -> dict[str, tuple[int, ...]]:
@@ -150,8 +201,9 @@ def adapter_shapes(architecture: LlamaConfig, config: PeftConfig) -> dict[str, t
     return shapes
 
 
-def _means(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}") or re.fullmatch(target, name) is not None
+def name_is_meant(pattern: str, name: str) -> bool:
+    """Whether `pattern` is the last words of `name` or a regular expression for the whole of it."""
+    return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
 
 
 class Weights(Protocol):
@@ -161,20 +213,23 @@ class Weights(Protocol):
 
 
 class AdapterReader:
-    """`read` for the engine: the weights of `pretrained`, with an adapter as `adapter` has it, else as `reset_adapter` begins one.
+    """`read` for the engine: the weights of `pretrained`, quantised where `config` says so, with an adapter as `adapter` has it, else as
+    `reset_adapter` begins one.
 
     The random A depends on (seed, name) alone, so it is the same for every stage and number of ranks.
     """
 
     def __init__(self, pretrained: Pretrained, config: PeftConfig, seed: int, adapter: Weights | None = None) -> None:
-        self._pretrained, self._adapter, self._rank, self._seed = pretrained, adapter, config.rank, seed
+        self._adapter, self._rank, self._seed = adapter, config.rank, seed
         self._layers = linear_layers(pretrained.config)
+        self._quantized = set(quantized_names(pretrained.config, config))
+        self._base = QuantizedReader(pretrained.read, self._layers, config)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter `name`."""
         layer, _, kind = name.rpartition(".")
         if not kind.startswith("lora_"):
-            return self._pretrained.read(name, start, stop)
+            return self._base.read(name, start, stop)
         if self._adapter is not None:
             return self._adapter.read(name, start, stop)
         _, inputs = self._layers[layer]
@@ -184,4 +239,7 @@ class AdapterReader:
             return torch.empty(self._rank * inputs).uniform_(-bound, bound, generator=generator)[start:stop]
         if kind == "lora_B":
             return torch.zeros(stop - start)
-        return row_norms(self._pretrained.read(f"{layer}.weight", start * inputs, stop * inputs).view(-1, inputs))
+        start, stop = start * inputs, stop * inputs
+        quantized = layer in self._quantized
+        weight = self._base.dequantized(layer, start, stop) if quantized else self._base.read(f"{layer}.weight", start, stop)
+        return row_norms(weight.view(-1, inputs))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
 from framework.models.documents import attention_way
-from framework.models.lora import scaling, target_names
+from framework.models.lora import quantized_names, scaling, target_names
+from framework.models.selection import settings_of, trained_shapes
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5
@@ -20,6 +21,7 @@ def describe(plan: Plan) -> str:
     lines = [
         ("model", f"{source}: {arch.family}, {arch.num_hidden_layers} layers, width {arch.hidden_size}, vocabulary {arch.vocab_size:,}"),
         ("parameters", f"{plan.parameters:,}, trained {plan.trained_parameters:,} ({share})"),
+        *([("frozen", _frozen(plan))] if plan.has_frozen else []),
         *([("adapter", _adapter(plan))] if recipe.peft.method == "lora" else []),
         ("data", f"{_counted(train)}; longest {train.longest:,}"),
         ("validation", "none" if plan.validation is None else _counted(plan.validation)),
@@ -27,6 +29,7 @@ def describe(plan: Plan) -> str:
         ("batch", plan.batch.counted("packs" if recipe.data.packing else "samples")),
         ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
+        *[("", text) for text in _groups(plan)],
         ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
         ("checkpoints", _checkpoints(plan)),
@@ -47,6 +50,33 @@ def _packing(plan: Plan) -> str:
     )
     way = attention_way(plan.device_type, plan.compute_dtype, head_dim(plan.architecture), compiled=recipe.model.compile)
     return f"{full}; attention: {ATTENTION[way]}"
+
+
+def _frozen(plan: Plan) -> str:
+    """Which weights stay as they are, and what they take."""
+    model, peft = plan.recipe.model, plan.recipe.peft
+    text = f"{plan.parameters - plan.trained_parameters:,} parameters, {plan.frozen_bytes / 2**20:,.1f} MiB over all ranks"
+    if quantized := quantized_names(plan.architecture, peft):
+        return f"{text}; {peft.base} in blocks of {peft.base_block} on {len(quantized)} layers"
+    if model.train_last_n_blocks is not None:
+        head = "the head, which is the embedding" if plan.architecture.tie_word_embeddings else "the head"
+        text += f"; all but blocks {plan.architecture.num_hidden_layers - model.train_last_n_blocks} and up, the final norm and {head}"
+    return text + (f"; {', '.join(model.freeze)}" if model.freeze else "")
+
+
+def _groups(plan: Plan) -> list[str]:
+    """Settings of single parameters, a line for each rule."""
+    optimizer = plan.recipe.optimizer
+    shapes = trained_shapes(plan.architecture, plan.recipe.model, plan.recipe.peft)
+    settings = settings_of(shapes, plan.architecture, optimizer)
+    lines = []
+    if optimizer.layer_lr_decay is not None:
+        slowest = min(settings, key=lambda name: settings[name].lr_factor)
+        lines.append(f"x {optimizer.layer_lr_decay:g} for each block away from the head, x {settings[slowest].lr_factor:.3g} at {slowest}")
+    for group in optimizer.groups:
+        decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
+        lines.append(f"x {group.lr_factor:g}{decay} for {group.pattern}")
+    return lines
 
 
 def _adapter(plan: Plan) -> str:

@@ -12,9 +12,10 @@ from framework.config.batch import BatchPlan, solve_batch
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import StepPlan, lr_factor, plan_steps
 from framework.config.schema import LlamaConfig, RecipeConfig
+from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
-from framework.models.lora import add_adapter
+from framework.models.selection import choose_trained
 from framework.zero.layout import UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.policy import policy_of
@@ -51,11 +52,23 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        return sum(layout.numel for unit in self.units for layout in unit.layouts)
+        """Of the model and its adapters, however they are held."""
+        return parameter_count(self.architecture) + (self.trained_parameters if self.recipe.peft.method != "none" else 0)
 
     @property
     def trained_parameters(self) -> int:
         return sum(layout.numel for unit in self.units for layout in unit.layouts if layout.requires_grad)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether there are parameters that no checkpoint holds."""
+        return self.trained_parameters < self.parameters
+
+    @property
+    def frozen_bytes(self) -> int:
+        """What the frozen parameters take over all ranks, each held once."""
+        frozen = [layout for unit in self.units for layout in unit.layouts if not layout.requires_grad]
+        return sum(layout.numel * layout.itemsize(self.compute_dtype.itemsize) for layout in frozen)
 
     @property
     def device_type(self) -> str:
@@ -141,7 +154,7 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
         model = Llama(architecture)
     if recipe.data.packing:
         require_isolation(model)
-    add_adapter(model, recipe.peft)
+    choose_trained(model, recipe.model, recipe.peft)
     return Plan(
         recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)
     )

@@ -16,10 +16,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from framework.config.schedule import lr_factor
-from framework.config.schema import LlamaConfig, OptimizerConfig, PeftConfig, ScheduleConfig
+from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, PeftConfig, ScheduleConfig
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
-from framework.models.lora import add_adapter
+from framework.models.selection import choose_trained, parameter_groups
 from framework.train.source_loss import SourceLoss, total
 from framework.zero import StepStats
 
@@ -41,16 +41,18 @@ class CausalLMModule(LightningModule):
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
         peft: PeftConfig | None = None,
+        frozen: ModelConfig | None = None,
     ) -> None:
+        """`frozen`: its `freeze` and `train_last_n_blocks` say what of the model is not trained."""
         super().__init__()
         self.automatic_optimization = False
         self.architecture, self.optimizer_config = architecture, optimizer
-        self.schedule, self.total_steps, self.peft = schedule, total_steps, peft or PeftConfig()
+        self.schedule, self.total_steps, self.peft, self.frozen = schedule, total_steps, peft or PeftConfig(), frozen or ModelConfig()
         self.activation_checkpointing, self.compile_blocks = activation_checkpointing, compile_blocks
         self.model: Llama | None = None
 
         self.lr = 0.0
-        """Of the last step."""
+        """Of the last step; parameter groups have theirs in terms of it."""
         self.last_stats: StepStats | None = None
         """Of the last step, over all ranks, on the device."""
         self.last_validation: float | None = None
@@ -68,17 +70,12 @@ class CausalLMModule(LightningModule):
                 self.model = Llama(
                     self.architecture, activation_checkpointing=self.activation_checkpointing, compile_blocks=self.compile_blocks
                 )
-            add_adapter(self.model, self.peft)
+            choose_trained(self.model, self.frozen, self.peft)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; matrices and embeddings decay, norms and biases do not."""
+        """AdamW, by default without decay of norms and biases."""
         config = self.optimizer_config
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return torch.optim.AdamW(parameter_groups(self.model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
     # -- training ---------------------------------------------------------------------------------------------------------------
 
@@ -87,7 +84,7 @@ class CausalLMModule(LightningModule):
         engine, optimizer = self.trainer.strategy.engine, self.optimizers()
         self.lr = self.optimizer_config.lr * lr_factor(self.schedule, self.global_step, self.total_steps)
         for group in optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.lr * group["lr_factor"]
         for number, micro in enumerate(batch, start=1):
             loss_sum = self.loss_sum(micro)
             engine.backward(loss_sum, micro["trained_tokens"], last=number == len(batch))  # and reduce over the ranks

@@ -2,11 +2,11 @@
 
 Parameters are views of `full`; gathering and releasing only resizes the storage below them, so that nothing is copied in or
 out and views that autograd saved see the refilled data. A parameter that is released, or of which other ranks hold newer parts, keeps its
-shape and reads as NaN: it can be printed, and a use that was not announced poisons the loss, which the step refuses, instead of giving
-wrong numbers. All writes go through `alias`, which has a version counter of its own: autograd does not take a gather for an in-place
-change of the parameters.
+shape and reads as NaN (integers: as all bits set, the bytes of a NaN): it can be printed, and a use that was not announced poisons the
+loss, which the step refuses, instead of giving wrong numbers. All writes go through `alias`, which has a version counter of its own:
+autograd does not take a gather for an in-place change of the parameters.
 
-    full    compute dtype  [S * N]  the parameters; storage present or released
+    full    compute dtype  [S * N]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
     master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype
     grad_full              [S * N]  gradients as backward produces them, master dtype
@@ -103,6 +103,7 @@ class FlatBuffer:
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
         self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
+        compute_dtype, master_dtype = layout.integer or compute_dtype, layout.integer or master_dtype
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.shard_numel = layout.shard_numel(shard_comm.size)
         self.padded = layout.padded(shard_comm.size)
@@ -164,8 +165,9 @@ class FlatBuffer:
         """Make `parameters`, one for each slot, views of `full` for as long as it is present and current."""
         self.parameters = parameters
         self._views = [self.view(slot) for slot in self.layout.slots]
-        nan = torch.full((), torch.nan, dtype=self.compute_dtype, device=self.full.device)
-        self._unreadable = [nan.expand(slot.shape) for slot in self.layout.slots]
+        empty = torch.zeros((), dtype=self.compute_dtype, device=self.full.device)
+        unreadable = empty.fill_(torch.nan) if self.layout.integer is None else ~empty
+        self._unreadable = [unreadable.expand(slot.shape) for slot in self.layout.slots]
         self._point_at(self._views if self.readable else self._unreadable)
 
     def _point_at(self, tensors: list[torch.Tensor]) -> None:

@@ -29,7 +29,7 @@ from framework.config.schema import PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
-from framework.zero.layout import Slot, UnitLayout, plan_units
+from framework.zero.layout import INTEGERS, Slot, UnitLayout, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
@@ -106,8 +106,11 @@ class ZeroEngine:
         self._new_step()
 
         originals = dict(module.named_parameters(remove_duplicate=False))
-        if other := next((name for name, p in originals.items() if not p.is_floating_point()), None):
-            raise TypeError(f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point: make it a buffer")
+        if other := next((name for name, p in originals.items() if not (p.is_floating_point() or p.dtype in INTEGERS)), None):
+            raise TypeError(
+                f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
+                "buffer"
+            )
         self.layouts = plan_units(module)
         self.buffers: list[FlatBuffer] = []
         self.units = [self._build_unit(layout, originals, read, seed) for layout in self.layouts]

@@ -1,9 +1,9 @@
 """Where every parameter lies: units, flat spaces and shards. Pure arithmetic; the only tensors seen here are asked for their shape.
 
 A *unit* is a module whose parameters are gathered and released together: each repeated block is one, the rest belongs to the
-root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad`; offsets are multiples of `ALIGN` and do
-**not** depend on the world size: only the padding at the tail does. Resharding is therefore slicing of intervals, and a piece of a
-parameter is a contiguous range of its flattened elements.
+root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad` and, for integers, one data type; offsets are
+multiples of `ALIGN` and do **not** depend on the world size: only the padding at the tail does. Resharding is therefore slicing of
+intervals, and a piece of a parameter is a contiguous range of its flattened elements.
 
     unit `layers.3`   | q_proj      | k_proj   | ... | norm |pad|        rank r of N owns [r*S, (r+1)*S), S = shard_numel(N)
 """
@@ -19,6 +19,8 @@ from torch import nn
 
 ALIGN = 256
 """Elements; every parameter starts at a multiple of it, so that blocks of up to 256 elements never straddle two ranks."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""What frozen parameters may be besides floating point."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat space of one unit's parameters that share `requires_grad`."""
+    """The flat space of one unit's parameters that share `requires_grad` and the kind of their values."""
 
     unit: str
     requires_grad: bool
     slots: tuple[Slot, ...]
+    integer: torch.dtype | None = None
+    """Data type of integers (codes of a quantised weight), which are frozen and stay what they are; None: floating point, which is held
+    in whatever the engine computes in."""
 
     @property
     def total(self) -> int:
@@ -77,6 +82,10 @@ class Layout:
     def numel(self) -> int:
         """Elements of the parameters alone."""
         return sum(slot.numel for slot in self.slots)
+
+    def itemsize(self, compute_itemsize: int) -> int:
+        """Bytes of an element where floating-point parameters have `compute_itemsize`."""
+        return compute_itemsize if self.integer is None else self.integer.itemsize
 
     def shard_numel(self, world_size: int) -> int:
         return _align(-(-self.total // world_size))
@@ -132,7 +141,7 @@ def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None) -> 
     """Layouts of the root (first) and of every unit, in registration order.
 
     A parameter that occurs in two units, or in a unit and outside, is owned by the root: the lowest common ancestor. Parameters
-    keep module order; one layout holds those that are trained, one those that are frozen.
+    keep module order; one layout holds those that are trained, one those that are frozen, and one the integers of each data type.
     """
     units = find_units(module) if units is None else units
     owner: dict[int, str] = {}
@@ -147,13 +156,20 @@ def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None) -> 
     planned = []
     for unit in ["", *units]:
         mine = [key for key in parameters if owner[key] == unit]
-        layouts = []
-        for trained in (True, False):
-            chosen = [key for key in mine if parameters[key].requires_grad is trained]
-            if chosen:
-                layouts.append(Layout(unit, trained, tuple(_slots(chosen, names, parameters))))
+        kinds: dict[tuple[bool, torch.dtype | None], list[int]] = {(True, None): [], (False, None): []}
+        for key in mine:
+            kinds.setdefault((parameters[key].requires_grad, _integer(parameters[key].dtype)), []).append(key)
+        layouts = [
+            Layout(unit, trained, tuple(_slots(chosen, names, parameters)), integer)
+            for (trained, integer), chosen in kinds.items()
+            if chosen
+        ]
         planned.append(UnitLayout(unit, tuple(layouts)))
     return planned
+
+
+def _integer(dtype: torch.dtype) -> torch.dtype | None:
+    return None if dtype.is_floating_point else dtype
 
 
 def _slots(keys: list[int], names: dict[int, list[str]], parameters: dict[int, nn.Parameter]) -> Iterator[Slot]:

@@ -17,16 +17,23 @@ from framework.zero.buffer import FlatBuffer
 from framework.zero.comm import Comm
 
 Read = Callable[[str, int, int], torch.Tensor]
-"""`read(name, start, stop)`: elements [start, stop) of the flattened parameter `name`, any floating dtype."""
+"""`read(name, start, stop)`: elements [start, stop) of the flattened parameter `name`, in any floating dtype, or in its own if it is
+of integers."""
 
 
 def fill_from_reader(buffers: list[FlatBuffer], read: Read, show: bool) -> None:
-    """Read exactly this rank's pieces."""
+    """Read exactly this rank's pieces. Raises TypeError where a parameter of integers is not given as what it is."""
     for buffer in progress(buffers, "loading weights", unit="blocks", show=show):
         target = buffer.master if buffer.layout.requires_grad else buffer.shard
         for piece in buffer.pieces:
-            target[piece.shard_start : piece.shard_stop].copy_(read(piece.slot.name, piece.start, piece.stop))
+            _put(target[piece.shard_start : piece.shard_stop], read(piece.slot.name, piece.start, piece.stop), piece.slot.name)
         buffer.publish()
+
+
+def _put(target: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    if not target.is_floating_point() and values.dtype != target.dtype:
+        raise TypeError(f"read({name!r}) gave {values.dtype}, expected {target.dtype}, since a cast would change integers")
+    target.copy_(values)
 
 
 def fill_from_module(buffer: FlatBuffer, parameters: list[nn.Parameter]) -> None:

@@ -76,14 +76,14 @@ def state_bytes(
     for unit in units:
         for layout in unit.layouts:
             shard, full = layout.shard_numel(shards), layout.padded(shards)
-            params += compute_itemsize * (full if policy.params_at_rest is FULL else shard)
+            params += layout.itemsize(compute_itemsize) * (full if policy.params_at_rest is FULL else shard)
             if layout.requires_grad:
                 grads += master_itemsize * (full if policy.grads is FULL else shard)
                 master += master_itemsize * shard if separate_master else 0
                 optimizer += optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
 
     def gathered(unit: UnitLayout) -> int:
-        return compute_itemsize * sum(layout.padded(shards) for layout in unit.layouts)
+        return sum(layout.itemsize(compute_itemsize) * layout.padded(shards) for layout in unit.layouts)
 
     def reducing(unit: UnitLayout) -> int:
         return master_itemsize * sum(layout.padded(shards) for layout in unit.layouts if layout.requires_grad)

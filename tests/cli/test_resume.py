@@ -124,7 +124,7 @@ def test_p18_an_adapter_goes_on_only_with_the_model_that_it_was_trained_on(ranks
     data[-100:] = bytes(100)
     (other / "model.safetensors").write_bytes(bytes(data))
     moved = dataclasses.replace(lora, model=dataclasses.replace(lora.model, path=str(other)))
-    with pytest.raises(RanksFailed, match="whose weights are not those that the adapter was trained on"):
+    with pytest.raises(RanksFailed, match="whose weights are not those that were frozen in the checkpoint's run"):
         run(ranks, 1, moved, tmp_path / "again", resume=str(checkpoint))
 
 

@@ -9,6 +9,7 @@ import framework.kernels.library as kernels
 from framework.kernels.cross_entropy import cross_entropy
 from framework.kernels.embedding import embedding
 from framework.kernels.library import KernelError
+from framework.kernels.quantized_linear import quantize_weight
 from framework.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from framework.kernels.rope import rope
 from framework.kernels.sparse_attention import block_pattern, sparse_attention
@@ -43,6 +44,7 @@ def arguments() -> dict[str, tuple]:
         "cross_entropy_backward": (torch.ones(3), plain[0], labels),
         "embedding": (ids, leaf(5, 8), 1),
         "embedding_backward": (randn(2, 70, 8), ids, 5, 1),
+        "quantized_matmul": (x, *quantize_weight(plain[0], "nf4", 64), 3, 40, "nf4", 64, True),
         "top_k": (x, 7, False),
         "sparse_attention": (q, k, v, *tables, 32, 0.25, True),
         "sparse_attention_backward": (plain[3], *plain[3:], plain[3], torch.ones(1, 2, 40), *tables, 32, 0.25, True),

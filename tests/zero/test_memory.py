@@ -46,9 +46,9 @@ def live_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def train(zero: ZeroConfig, precision: PrecisionConfig) -> dict:
+def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Model) -> dict:
     torch.manual_seed(0)
-    model = Model()
+    model = kind()
     before = live_tensor_bytes() - sum(p.nbytes for p in model.parameters())
     engine = ZeroEngine(model, zero, precision, optimizer=torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(3):
@@ -86,6 +86,24 @@ class Unlike(Model):
             block = Block()
             block.up, block.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
             self.blocks.append(block)
+
+
+class WithCodes(Model):
+    """A third of each block is frozen integers, an eighth of it in another data type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.codes = nn.Parameter(torch.zeros(16_000, dtype=torch.uint8), requires_grad=False)
+            block.wide = nn.Parameter(torch.zeros(250, dtype=torch.int64), requires_grad=False)
+            block.down.requires_grad_(False)
+
+
+@pytest.mark.parametrize("zero", [ZeroConfig(stage=1), ZeroConfig(stage=3, prefetch_bytes=0), ZeroConfig(stage=3)], ids=str)
+def test_frozen_integers_count_with_their_own_bytes(ranks, zero: ZeroConfig) -> None:
+    for result in ranks(2, train, zero, PrecisionConfig(compute_dtype="bfloat16"), WithCodes):
+        assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)
+        assert result["current"] == pytest.approx(result["live"], rel=0.02)
 
 
 def most_reducing(stage: int) -> tuple[int, int, list[float]]:

@@ -57,9 +57,26 @@ def test_a_module_cast_after_construction_is_refused() -> None:
 
 def test_a_parameter_that_is_no_real_number_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model.codes = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(TypeError, match=r"codes is of torch.int8"):
+    model.codes = nn.Parameter(torch.ones(3, dtype=torch.bool), requires_grad=False)
+    with pytest.raises(TypeError, match=r"codes is of torch.bool"):
         ZeroEngine(model)
+
+
+def test_integers_that_a_reader_gives_as_something_else_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.codes = nn.Parameter(torch.empty(3, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"read\('codes'\) gave torch.float32, expected torch.uint8"):
+        ZeroEngine(model, read=lambda name, start, stop: torch.ones(stop - start))
+
+
+def test_integers_that_are_not_there_read_as_the_bytes_of_a_nan() -> None:
+    model = zoo.make("Integers", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3))
+    scales = model.blocks[0].scales
+    assert scales.contiguous().view(torch.float32).isnan().all() and (model.blocks[0].shifts == -1).all()
+    with engine.gathered():
+        assert scales.view(torch.float32).isfinite().all()
 
 
 def test_the_optimizers_own_step_is_refused() -> None:

@@ -91,6 +91,45 @@ class LowRank(Plain):
         self.head.requires_grad_(False)
 
 
+class FromCodes(torch.autograd.Function):
+    """x W, W made of frozen integers for forward and again for backward, so that they must be there both times."""
+
+    @staticmethod
+    def weight(codes: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return ((codes.to(like.dtype) - 128) * scales.view(torch.float32).to(like.dtype)[:, None]).to(like.dtype)
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(codes, scales)
+        return x @ FromCodes.weight(codes, scales, x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad @ FromCodes.weight(*ctx.saved_tensors, grad).T, None, None
+
+
+class IntegersBlock(LowRankBlock):
+    """Integers of two data types between floating-point parameters, trained and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(256, (WIDTH, WIDTH), dtype=torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter((torch.rand(WIDTH) / 500).view(torch.uint8), requires_grad=False)
+        self.shifts = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(FromCodes.apply(x, self.codes, self.scales)) + self.shifts.to(x.dtype) / 20
+
+
+class Integers(LowRank):
+    block = IntegersBlock
+
+
+class CheckpointedIntegers(Integers):
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
 class Unused(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +259,8 @@ MODELS = {
         TiedAcrossBlocks,
         Frozen,
         LowRank,
+        Integers,
+        CheckpointedIntegers,
         Unused,
         Repeated,
         SkippedBlock,

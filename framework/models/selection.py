@@ -1,0 +1,155 @@
+"""Which parameters are trained, and with which learning rate and weight decay: patterns over names, told apart from the architecture alone.
+
+    choose_trained(model, ModelConfig(train_last_n_blocks=2), PeftConfig())    the other parameters need no gradient
+    torch.optim.AdamW(parameter_groups(model, OptimizerConfig(...)), lr=lr)    each group with its `lr_factor`, for whoever sets `lr`
+
+A pattern means a module or parameter: the last words of its name (`q_proj`, `layers.0`, `embed_tokens`) or a regular expression for the
+whole of it; a module stands for all parameters in it.
+
+Unusual: a tied head is one matrix with two names. It is frozen, trained or grouped by either; for the decay over blocks it is the
+embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from framework.config.errors import Problem, UserError
+from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, PeftConfig, RecipeConfig
+from framework.config.suggest import closest
+from framework.models.architecture import parameter_shapes
+from framework.models.llama import Llama
+from framework.models.lora import adapter_shapes, add_adapter, name_is_meant
+
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the optimizer does differently for a parameter."""
+
+    lr_factor: float
+    weight_decay: float
+
+
+def trained_shapes(architecture: LlamaConfig, model: ModelConfig, peft: PeftConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter that a recipe trains, in module order. Raises UserError for a pattern that means none, or where none is left."""
+    if peft.method != "none":
+        return adapter_shapes(architecture, peft)
+    shapes = parameter_shapes(architecture)
+    frozen = _not_in_last_blocks(architecture, model.train_last_n_blocks, shapes)
+    for index, pattern in enumerate(model.freeze):
+        found = _meant(pattern, shapes, architecture)
+        if not found:
+            raise UserError(_unknown(f"model.freeze[{index}]", pattern, shapes, architecture, "parameter of this model"))
+        frozen |= found
+    if len(frozen) == len(shapes):
+        setting = "model.freeze" if model.freeze else "model.train_last_n_blocks"
+        raise UserError(Problem(path=setting, got="every parameter of the model", expected="at least one that is trained"))
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
+
+
+def _not_in_last_blocks(architecture: LlamaConfig, blocks: int | None, shapes: Shapes) -> set[str]:
+    if blocks is None:
+        return set()
+    total = architecture.num_hidden_layers
+    if blocks > total:
+        expected = f"at most {total}, as many as the model has"
+        raise UserError(
+            Problem(path="model.train_last_n_blocks", got=str(blocks), expected=expected, fix=f"model.train_last_n_blocks={total}")
+        )
+    trained = {FINAL_NORM, HEAD} | ({EMBEDDING} if architecture.tie_word_embeddings else set())
+    return {name for name in shapes if name not in trained and ((block := block_of(name)) is None or block < total - blocks)}
+
+
+def choose_trained(model: Llama, config: ModelConfig, peft: PeftConfig) -> None:
+    """Freeze what is not trained, and give `model` its adapters. Raises UserError as `trained_shapes` does."""
+    trained = trained_shapes(model.config, config, peft)
+    add_adapter(model, peft)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def settings_of(shapes: Shapes, architecture: LlamaConfig, optimizer: OptimizerConfig) -> dict[str, Settings]:
+    """Of every trained parameter (`shapes`), in module order. Raises UserError for a pattern that means none of them.
+
+    The first of `optimizer.groups` that means a parameter holds, its factor on top of the decay over blocks; else matrices decay, and
+    norms and biases do not.
+    """
+    meant = {}
+    for index, group in enumerate(optimizer.groups):
+        found = _meant(group.pattern, shapes, architecture)
+        if not found:
+            raise UserError(_unknown(f"optimizer.groups[{index}].pattern", group.pattern, shapes, architecture, "trained parameter"))
+        meant |= dict.fromkeys(found - meant.keys(), group)
+    settings = {}
+    for name, shape in shapes.items():
+        factor, decay = _of_block(name, architecture, optimizer.layer_lr_decay), optimizer.weight_decay if len(shape) >= 2 else 0.0
+        if (group := meant.get(name)) is not None:
+            factor *= group.lr_factor
+            decay = decay if group.weight_decay is None else group.weight_decay
+        settings[name] = Settings(factor, decay)
+    return settings
+
+
+def _of_block(name: str, architecture: LlamaConfig, decay: float | None) -> float:
+    """As in ELECTRA (arXiv:2003.10555): the head learns at the full rate, each block further from it `decay` times slower."""
+    block, blocks = block_of(name), architecture.num_hidden_layers
+    if decay is None or (block is None and name != EMBEDDING):
+        return 1.0
+    return decay ** (blocks + 1 if block is None else blocks - block)
+
+
+def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer over what `model` trains, one for each different setting; `lr_factor` is for whoever sets `lr`."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+    groups: dict[Settings, list[nn.Parameter]] = {}
+    for name, settings in settings_of(shapes, model.config, optimizer).items():
+        groups.setdefault(settings, []).append(trained[name])
+    return [{"params": chosen, "lr_factor": s.lr_factor, "weight_decay": s.weight_decay} for s, chosen in groups.items()]
+
+
+def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
+    """Raises UserError, with all problems, where the recipe's patterns do not mean anything in this architecture."""
+    shapes = trained_shapes(architecture, recipe.model, recipe.peft)
+    settings_of(shapes, architecture, recipe.optimizer)
+
+
+def block_of(name: str) -> int | None:
+    """The number of the block that a parameter is in."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _meant(pattern: str, names: Iterable[str], architecture: LlamaConfig) -> set[str]:
+    """Parameters that `pattern` means, by their own name or that of a module that they are in."""
+    return {name for name in names if any(name_is_meant(pattern, inside) for inside in _modules_and_name(name, architecture))}
+
+
+def _modules_and_name(name: str, architecture: LlamaConfig) -> list[str]:
+    """`a.b.c` -> `a`, `a.b`, `a.b.c`, and the same of a tied matrix' second name."""
+    names = [name, HEAD] if name == EMBEDDING and architecture.tie_word_embeddings else [name]
+    return [".".join(words[: count + 1]) for words in (one.split(".") for one in names) for count in range(len(words))]
+
+
+def _unknown(path: str, pattern: str, names: Shapes, architecture: LlamaConfig, what: str) -> Problem:
+    parts = [inside.rpartition(".")[2] for name in names for inside in _modules_and_name(name, architecture)]
+    words = [word for word in dict.fromkeys(parts) if not word.isdigit()]
+    near = closest(pattern.rpartition(".")[2], words)
+    example = next(iter(names))
+    expected = f"last words of names ({', '.join(words)}) or a regular expression for whole ones like {example}"
+    return Problem(path=path, got=f"{pattern}, which is no {what}", expected=expected, fix=_fix(path, near))
+
+
+def _fix(path: str, near: Sequence[str]) -> str:
+    if not near:
+        return ""
+    setting, _, key = path.partition("[")
+    return f"{setting}=[{{pattern: {near[0]}}}]" if key.endswith(".pattern") else f"{setting}=[{near[0]}]"

@@ -335,6 +335,7 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
+        skipped_steps=strategy.engine.skipped_steps,
         checkpoint_step=saves.saved_step,
         failed_saves=saves.failures,
     )

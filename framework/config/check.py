@@ -6,6 +6,7 @@ rooms that read them. Each rule is a small function of one group that yields pro
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from framework.config.schema import (
     ModelConfig,
     OptimizerConfig,
     PeftConfig,
+    PrecisionConfig,
     RecipeConfig,
     ScheduleConfig,
     SourceConfig,
@@ -40,6 +42,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_peft(recipe.peft, recipe.model),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
+        *_precision(recipe.precision),
         *_optimizer(recipe.optimizer),
         *_trainer(recipe.trainer),
         *_schedule(recipe.schedule, recipe.trainer),
@@ -161,6 +164,25 @@ def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
     yield from _at_least("checkpoint.keep", recipe.checkpoint.keep, 1)
     if recipe.checkpoint.every_n_steps is not None:
         yield from _at_least("checkpoint.every_n_steps", recipe.checkpoint.every_n_steps, 1)
+
+
+def _precision(precision: PrecisionConfig) -> Iterator[Problem]:
+    scale = precision.loss_scale
+    if precision.compute_dtype != "float16":
+        if scale != "dynamic":
+            got = f"{scale:g} with {precision.compute_dtype}, whose gradients need no scale"
+            yield Problem(path="precision.loss_scale", got=got, expected="dynamic, or precision=fp16", fix="precision.loss_scale=dynamic")
+        return
+    for name in ("min_loss_scale", "initial_loss_scale", *(("loss_scale",) if scale != "dynamic" else ())):
+        value = getattr(precision, name)
+        if not 0 < value < math.inf:
+            yield Problem(path=f"precision.{name}", got=f"{value:g}", expected="above 0", fix=f"precision.{name}=1")
+    if precision.initial_loss_scale < precision.min_loss_scale:
+        got = f"{precision.initial_loss_scale:g}, below precision.min_loss_scale={precision.min_loss_scale:g}"
+        fix = f"precision.initial_loss_scale={precision.min_loss_scale:g}"
+        yield Problem(path="precision.initial_loss_scale", got=got, expected="the least scale or more", fix=fix)
+    yield from _at_least("precision.loss_scale_window", precision.loss_scale_window, 1)
+    yield from _at_least("precision.loss_scale_hysteresis", precision.loss_scale_hysteresis, 1)
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:

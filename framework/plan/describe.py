@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from framework.config.schema import PrecisionConfig
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
 from framework.models.documents import attention_way
@@ -14,7 +15,7 @@ ATTENTION = {"varlen": "variable-length FlashAttention", "apart": "one sample af
 
 def describe(plan: Plan) -> str:
     """The plan, a fact a line."""
-    recipe, arch, train, dtype = plan.recipe, plan.architecture, plan.train, plan.recipe.precision.compute_dtype
+    recipe, arch, train = plan.recipe, plan.architecture, plan.train
     share = f"{100 * plan.trained_parameters / plan.parameters:.4g}%"
     source = recipe.model.path or "random weights"
     lines = [
@@ -27,7 +28,7 @@ def describe(plan: Plan) -> str:
         ("batch", plan.batch.counted("packs" if recipe.data.packing else "samples")),
         ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
-        ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
+        ("precision", _precision(recipe.precision)),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
     ]
     width = max(len(name) for name, _ in lines)
@@ -37,6 +38,14 @@ def describe(plan: Plan) -> str:
 def _counted(data: DataFacts) -> str:
     samples = data.samples if data.packed is None else data.packed
     return f"{samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+
+
+def _precision(precision: PrecisionConfig) -> str:
+    dtype = precision.compute_dtype
+    if dtype == "float64":
+        return dtype
+    scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
+    return f"{dtype}, fp32 master weights and gradients" + (f"; loss scale {scale}" if dtype == "float16" else "")
 
 
 def _packing(plan: Plan) -> str:

@@ -1,8 +1,8 @@
 """metrics.csv: the numbers of a run, one row per logged step, always written.
 
-    step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss
-    10,0.25,2.3456,2e-05,1.04,40960,8123.4,5.1,
-    10,0.25,,,,40960,,5.9,2.2871
+    step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss,loss_scale
+    10,0.25,2.3456,2e-05,1.04,40960,8123.4,5.1,,
+    10,0.25,,,,40960,,5.9,2.2871,
 
 `tokens` counts all trained tokens so far, `seconds` the time since training began. A validation has a row of its own.
 
@@ -31,6 +31,8 @@ class MetricsRow:
     tokens_per_second: float | None = None
     seconds: float | None = None
     val_loss: float | None = None
+    loss_scale: float | None = None
+    """fp16: that of the step."""
 
 
 COLUMNS = tuple(field.name for field in fields(MetricsRow))

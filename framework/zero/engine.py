@@ -36,6 +36,7 @@ from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.optimizer import ShardedOptimizer
 from framework.zero.policy import SHARDED, policy_of
 from framework.zero.prefetch import Prefetch
+from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
 
 
@@ -46,7 +47,8 @@ class ZeroEngine:
         module: real (rank 0's values are taken) or on the meta device (then filled by `read`, or by seeded `reset_parameters`).
             Its parameters stay the same objects unless they were on the meta device.
         zero: stage and prefetching.
-        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64).
+        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64), and for
+            float16 the loss is scaled.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
@@ -78,13 +80,15 @@ class ZeroEngine:
         self.module, self.zero = module, zero or ZeroConfig()
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
-        self.compute_dtype = getattr(torch, (precision or PrecisionConfig()).compute_dtype)
+        precision = precision or PrecisionConfig()
+        self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.world = Comm(group)
         self.device = torch.device(device) if device is not None else _default_device(group)
         alone = Comm(None)
+        self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
         self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
 
         self.memory = MemoryMeter()
@@ -93,6 +97,9 @@ class ZeroEngine:
         self.stop_requested = False
         """Set it on any rank (from a signal handler, say): `StepStats.stop` is positive on all ranks after the same step."""
         self.steps_done = 0
+        """Steps that were called, those that were skipped for an overflow included; optimizer state counts updates."""
+        self.skipped_steps = 0
+        """For an overflow under the loss scale (on CUDA that of the last step shows with the next)."""
         self._task: int | None = None
         self._depth = 0
         self._release_on_leaving = False
@@ -145,7 +152,7 @@ class ZeroEngine:
         self._loss_sum += loss.detach().double()
         self._tokens += tokens
         try:
-            loss.backward()
+            loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
         except BaseException:
             self.reset()
             raise
@@ -155,37 +162,50 @@ class ZeroEngine:
 
         Raises NonFiniteError naming step, rank and parameter where the loss or a gradient is not finite, before anything has changed
         (on CUDA with a fused optimizer the update is skipped on the device; the error comes with the next step or when state is asked for).
+        Under a loss scale (`scaler.py`) that is an overflow first: nothing is updated, and the next step has a smaller scale.
         """
         self.check_last_step()
         self._reduce_leftovers()
         sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, self.stop_requested, self.device)
-        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0) & sums.same_order
+        sound = (sums.tokens > 0) & sums.same_order
+        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & sound
+        scale = None if self.scaler is None else self.scaler.scale
+        fatal = ~finite if self.scaler is None else ~finite & (self.scaler.exhausted | ~sound)
         grad_norm = sums.square_sum.sqrt() / sums.tokens
         factor = 1.0 / sums.tokens
+        if scale is not None:
+            grad_norm, factor = grad_norm / scale, factor / scale
+            self.scaler.update(finite)
         if self.grad_clip is not None:
             factor = factor * (self.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
-        if not in_kernel:
-            self._raise_if_not_finite(finite, sums)
+        if not in_kernel and bool(fatal):
+            self._raise_not_finite(sums)
+        if in_kernel or bool(finite):
+            self._update(factor, finite, sums)
+        else:
+            self.skipped_steps += 1
+        for buffer in self.trained:
+            buffer.end_step()
+        self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
+        self.steps_done += 1
+        self._new_step()
+        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop, ~finite, scale)
+
+    def _update(self, factor: torch.Tensor, finite: torch.Tensor, sums: norm.GlobalSums) -> None:
+        """The optimizer's step, where it is `finite`, on gradients times `factor`."""
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
             self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
         for buffer in self.trained:
             buffer.publish(written=self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards)
-            buffer.end_step()
-        self._verdict = norm.Verdict(finite) if in_kernel else None
-        self.steps_done += 1
-        self._new_step()
-        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop)
 
     def _used_by_any(self, used: torch.Tensor) -> list[bool]:
         """Which parameters any rank used. Where this rank used all, nothing needs to be read from the device."""
         mine = [index in buffer.used for buffer in self.trained for index in range(len(buffer.layout.slots))]
         return mine if all(mine) else [count > 0 for count in used.tolist()]
 
-    def _raise_if_not_finite(self, finite: torch.Tensor, sums: norm.GlobalSums) -> None:
-        if bool(finite):
-            return
+    def _raise_not_finite(self, sums: norm.GlobalSums) -> None:
         if not bool(sums.same_order):
             self.reset()
             raise RuntimeError(f"step {self.steps_done + 1}: {norm.NOT_THE_SAME_ORDER}; nothing was updated")
@@ -213,9 +233,14 @@ class ZeroEngine:
 
     def check_last_step(self) -> None:
         """Raise NonFiniteError for a bad step that was not reported yet; `step`, `full_tensors` and `state_dict` begin with it."""
-        if self._verdict is not None and not self._verdict.finite:
+        finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
+        if fatal:
             why = f"the loss or a gradient was not finite, or {norm.NOT_THE_SAME_ORDER}"
             raise NonFiniteError(f"step {self.steps_done}: {why}; that step's update was skipped")
+        if not finite:
+            self.sharded_optimizer.take_back_count()
+            self.skipped_steps += 1
+        self._verdict = None
 
     def _new_step(self) -> None:
         self._last = True
@@ -327,9 +352,11 @@ class ZeroEngine:
 
         Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError.
         """
-        if self._verdict is not None and not self._verdict.finite:
-            self.steps_done -= 1
+        finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
+        if not finite:
             self.sharded_optimizer.take_back_count()
+            self.steps_done -= fatal
+            self.skipped_steps += not fatal
         self._task, self._depth, self._verdict, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()

@@ -208,6 +208,18 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Group `offload`: model state that lies in host memory instead of the device's."""
+
+    optimizer: Literal["none", "cpu"] = "none"
+    """Master weights and optimizer state. cpu: in host memory, where the CPU updates them, while the device begins with the next step."""
+    params: Literal["none", "cpu"] = "none"
+    """Stage 3, each rank's shard of the parameters. cpu: in host memory, from where gathering a block fetches it."""
+    fraction: float = 1.0
+    """optimizer: share of the trained parameters, to whole blocks, the last ones of the model; the others' stay on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Group `precision`: data types of computation. Gradients are accumulated and master weights kept in fp32 (fp64 for float64)."""
 
@@ -353,6 +365,7 @@ class RecipeConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
     data: DataConfig = field(default_factory=DataConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

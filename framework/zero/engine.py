@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from framework import torch_private
-from framework.config.schema import PrecisionConfig, ZeroConfig
+from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
@@ -33,8 +33,9 @@ from framework.zero.layout import Slot, UnitLayout, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
+from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import SHARDED, policy_of
+from framework.zero.policy import FULL, SHARDED, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -49,6 +50,7 @@ class ZeroEngine:
         zero: stage and prefetching.
         precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64), and for
             float16 the loss is scaled.
+        offload: which model state lies in host memory.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
@@ -67,6 +69,7 @@ class ZeroEngine:
         module: nn.Module,
         zero: ZeroConfig | None = None,
         precision: PrecisionConfig | None = None,
+        offload: OffloadConfig | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         grad_clip: float | None = None,
@@ -91,7 +94,11 @@ class ZeroEngine:
         self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
         self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
 
-        self.memory = MemoryMeter()
+        self.memory, self.host_memory = MemoryMeter(), MemoryMeter()
+        """Bytes of model state on the device, and what is offloaded."""
+        self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
+        if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
+            raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
         self.pool = GradPool(self.memory)
         self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
         self.stop_requested = False
@@ -112,6 +119,9 @@ class ZeroEngine:
         if other := next((name for name, p in originals.items() if not p.is_floating_point()), None):
             raise TypeError(f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point: make it a buffer")
         self.layouts = plan_units(module)
+        trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
+        on_host = offloaded(self._host.config, [layout.numel for layout in trained])
+        self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
         self.buffers: list[FlatBuffer] = []
         self.units = [self._build_unit(layout, originals, read, seed) for layout in self.layouts]
         if read is not None:
@@ -127,7 +137,7 @@ class ZeroEngine:
             self._offsets[id(buffer)] = sum(len(b.layout.slots) for b in self.trained[: len(self._offsets)])
         now = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): now[name] for name, old in originals.items()}
-        self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced) if optimizer is not None else None
+        self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced, self._host) if optimizer is not None else None
         self._originals = originals  # keeps the ids above from being reused
         self._enter_root_through_forward()
 
@@ -196,9 +206,14 @@ class ZeroEngine:
         """The optimizer's step, where it is `finite`, on gradients times `factor`."""
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
+            self._count_optimizer_state()
+        written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
-            buffer.publish(written=self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards)
+            buffer.publish(written=written and buffer.is_written_with_master)
+
+    def _count_optimizer_state(self) -> None:
+        for meter, on_host in ((self.memory, False), (self.host_memory, True)):
+            meter.set("optimizer", self.sharded_optimizer.state_nbytes(on_host=on_host))
 
     def _used_by_any(self, used: torch.Tensor) -> list[bool]:
         """Which parameters any rank used. Where this rank used all, nothing needs to be read from the device."""
@@ -232,7 +247,9 @@ class ZeroEngine:
                     )
 
     def check_last_step(self) -> None:
-        """Raise NonFiniteError for a bad step that was not reported yet; `step`, `full_tensors` and `state_dict` begin with it."""
+        """Raise NonFiniteError for a bad step that was not reported yet, and wait for what the host still does for the last one; `step`,
+        `full_tensors` and `state_dict` begin with it."""
+        self.flush()
         finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
         if fatal:
             why = f"the loss or a gradient was not finite, or {norm.NOT_THE_SAME_ORDER}"
@@ -345,13 +362,19 @@ class ZeroEngine:
         """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
         state.load_state_dict(self, saved)
         if self.sharded_optimizer is not None:
-            self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
+            self._count_optimizer_state()
+
+    def flush(self) -> None:
+        """Wait for the updates that run on the host: masters, optimizer state and shards are those after the last step."""
+        for buffer in self.trained:
+            buffer.finish_update()
 
     def reset(self) -> None:
         """After an exception in forward, backward or step, on every rank: forget this step. Parameters and optimizer state stay.
 
         Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError.
         """
+        self.flush()
         finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
         if not finite:
             self.sharded_optimizer.take_back_count()
@@ -406,6 +429,8 @@ class ZeroEngine:
                 meter=self.memory,
                 pool=self.pool,
                 tag=2 * len(self.buffers),
+                host=self._host,
+                master_on_host=layout in self._on_host,
             )
             old = [originals[slot.name] for slot in layout.slots]
             if any(p.is_meta for p in old) and self.device.type != "meta":

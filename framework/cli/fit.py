@@ -333,6 +333,7 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         seconds=row.seconds if row else None,
         peak_model_state_bytes=memory.peak,
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
+        peak_offloaded_bytes=strategy.engine.host_memory.peak,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
         skipped_steps=strategy.engine.skipped_steps,
@@ -340,6 +341,8 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         failed_saves=saves.failures,
     )
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
+    if host := strategy.engine.host_memory.peak_by_kind:
+        print(f"in host memory:            {sum(host.values()) / 2**20:,.1f} MiB ({_kinds(host)})")
     for what, name in (("plot", PLOT), ("metrics", METRICS), ("export", EXPORT)):
         if (run_dir / name).exists():
             print(f"{what + ':':<9}{run_dir / name}")

@@ -19,6 +19,7 @@ from framework.config.schema import (
     DataConfig,
     LlamaConfig,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
     PeftConfig,
     PrecisionConfig,
@@ -26,6 +27,7 @@ from framework.config.schema import (
     ScheduleConfig,
     SourceConfig,
     TrainerConfig,
+    ZeroConfig,
 )
 
 
@@ -42,6 +44,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_peft(recipe.peft, recipe.model),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
+        *_offload(recipe.offload, recipe.zero),
         *_precision(recipe.precision),
         *_optimizer(recipe.optimizer),
         *_trainer(recipe.trainer),
@@ -164,6 +167,14 @@ def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
     yield from _at_least("checkpoint.keep", recipe.checkpoint.keep, 1)
     if recipe.checkpoint.every_n_steps is not None:
         yield from _at_least("checkpoint.every_n_steps", recipe.checkpoint.every_n_steps, 1)
+
+
+def _offload(offload: OffloadConfig, zero: ZeroConfig) -> Iterator[Problem]:
+    if offload.params != "none" and zero.stage != 3:
+        got = f"{offload.params} with zero={zero.stage}, where every rank has all parameters"
+        yield Problem(path="offload.params", got=got, expected="zero=3, or offload=optimizer", fix="zero=3")
+    if not 0 <= offload.fraction <= 1:
+        yield Problem(path="offload.fraction", got=f"{offload.fraction:g}", expected="a share from 0 to 1", fix="offload.fraction=1")
 
 
 def _precision(precision: PrecisionConfig) -> Iterator[Problem]:

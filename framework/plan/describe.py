@@ -87,12 +87,15 @@ def _curve(plan: Plan) -> str:
 
 def _bytes_table(plan: Plan) -> str:
     """Model state per rank for every stage, the chosen one marked."""
-    ranks = plan.batch.world_size
+    ranks, offload = plan.batch.world_size, plan.recipe.offload
+    offloads = (offload.optimizer, offload.params) != ("none", "none")
     rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
-    rows.append(f"  {'':<8}{'parameters':>12}{'gradients':>12}{'master':>12}{'optimizer':>12}{'temporary':>12}{'peak':>12}")
+    names = ("parameters", "gradients", "master", "optimizer", "temporary", "peak", *(("on host",) if offloads else ()))
+    rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
         cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
+        cells += (state.host,) if offloads else ()
         mark = ">" if stage == plan.recipe.zero.stage else " "
         rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
     return "\n".join(rows)

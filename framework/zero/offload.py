@@ -124,10 +124,6 @@ class HostUpdates:
             next_turn.set()
             self._staging.put(staging)
 
-    def close(self) -> None:
-        """End the workers; what is under way is finished."""
-        self._workers.shutdown()
-
 
 def wait(updating: Future) -> None:
     """Until an update is done and the current stream may use what it wrote. Raises what the worker raised."""

@@ -82,6 +82,8 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"model__path": None}, "model.path"),
         ({"data__validation": "x.jsonl"}, "data.validation_fraction"),
         ({"data__validation_fraction": 0.0, "eval__every_n_steps": 10}, "eval.every_n_steps"),
+        ({"offload__params": "cpu"}, "offload.params"),
+        ({"offload__fraction": 1.5}, "offload.fraction"),
         ({"precision__compute_dtype": "bfloat16", "precision__loss_scale": 8.0}, "precision.loss_scale"),
         ({"precision__compute_dtype": "float16", "precision__loss_scale": 0.0}, "precision.loss_scale"),
         ({"precision__compute_dtype": "float16", "precision__min_loss_scale": 128.0}, "precision.initial_loss_scale"),

@@ -398,12 +398,16 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         peak_model_state_bytes=memory.peak,
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
         checkpoint_copy_bytes=saves.staging.nbytes if saves.staging else 0,
+        peak_offloaded_bytes=strategy.engine.host_memory.peak,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
+        skipped_steps=strategy.engine.skipped_steps,
         checkpoint_step=saves.saved_step,
         failed_saves=saves.failures,
     )
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
+    if host := strategy.engine.host_memory.peak_by_kind:
+        print(f"in host memory: {sum(host.values()) / 2**20:,.1f} MiB ({_kinds(host)})")
     if saves.staging and saves.staging.nbytes:
         print(f"copy for checkpoints on rank 0: {saves.staging.nbytes / 2**20:,.1f} MiB of host memory")
     for what, name in (("plot", PLOT), ("metrics", METRICS), ("answers", ANSWERS), ("export", EXPORT)):

@@ -6,6 +6,7 @@ rooms that read them. Each rule is a small function of one group that yields pro
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,15 @@ from framework.config.schema import (
     DataConfig,
     LlamaConfig,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
     PeftConfig,
+    PrecisionConfig,
     RecipeConfig,
     ScheduleConfig,
     SourceConfig,
     TrainerConfig,
+    ZeroConfig,
 )
 
 
@@ -41,6 +45,8 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_frozen(recipe.model, recipe.peft),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
+        *_offload(recipe.offload, recipe.zero),
+        *_precision(recipe.precision),
         *_checkpoint(recipe),
         *_optimizer(recipe.optimizer),
         *_trainer(recipe.trainer),
@@ -205,6 +211,33 @@ def _checkpoint(recipe: RecipeConfig) -> Iterator[Problem]:
     if config.keep_best > 0 and recipe.eval.every_n_steps is None:
         got, expected = f"{config.keep_best}, but nothing is validated on the way", "validations that tell which checkpoint is the best"
         yield Problem(path="checkpoint.keep_best", got=got, expected=expected, fix=f"eval.every_n_steps={every or 500}")
+
+
+def _offload(offload: OffloadConfig, zero: ZeroConfig) -> Iterator[Problem]:
+    if offload.params != "none" and zero.stage != 3:
+        got = f"{offload.params} with zero={zero.stage}, where every rank has all parameters"
+        yield Problem(path="offload.params", got=got, expected="zero=3, or offload=optimizer", fix="zero=3")
+    if not 0 <= offload.fraction <= 1:
+        yield Problem(path="offload.fraction", got=f"{offload.fraction:g}", expected="a share from 0 to 1", fix="offload.fraction=1")
+
+
+def _precision(precision: PrecisionConfig) -> Iterator[Problem]:
+    scale = precision.loss_scale
+    if precision.compute_dtype != "float16":
+        if scale != "dynamic":
+            got = f"{scale:g} with {precision.compute_dtype}, whose gradients need no scale"
+            yield Problem(path="precision.loss_scale", got=got, expected="dynamic, or precision=fp16", fix="precision.loss_scale=dynamic")
+        return
+    for name in ("min_loss_scale", "initial_loss_scale", *(("loss_scale",) if scale != "dynamic" else ())):
+        value = getattr(precision, name)
+        if not 0 < value < math.inf:
+            yield Problem(path=f"precision.{name}", got=f"{value:g}", expected="above 0", fix=f"precision.{name}=1")
+    if precision.initial_loss_scale < precision.min_loss_scale:
+        got = f"{precision.initial_loss_scale:g}, below precision.min_loss_scale={precision.min_loss_scale:g}"
+        fix = f"precision.initial_loss_scale={precision.min_loss_scale:g}"
+        yield Problem(path="precision.initial_loss_scale", got=got, expected="the least scale or more", fix=fix)
+    yield from _at_least("precision.loss_scale_window", precision.loss_scale_window, 1)
+    yield from _at_least("precision.loss_scale_hysteresis", precision.loss_scale_hysteresis, 1)
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:

@@ -234,11 +234,34 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Group `offload`: model state that lies in host memory instead of the device's."""
+
+    optimizer: Literal["none", "cpu"] = "none"
+    """Master weights and optimizer state. cpu: in host memory, where the CPU updates them, while the device begins with the next step."""
+    params: Literal["none", "cpu"] = "none"
+    """Stage 3, each rank's shard of the parameters. cpu: in host memory, from where gathering a block fetches it."""
+    fraction: float = 1.0
+    """optimizer: share of the trained parameters, to whole blocks, the last ones of the model; the others' stay on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Group `precision`: data types of computation. Gradients are accumulated and master weights kept in fp32 (fp64 for float64)."""
 
-    compute_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Data type of parameters in forward and backward."""
+    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Data type of parameters in forward and backward. float16 scales the loss."""
+    loss_scale: float | Literal["dynamic"] = "dynamic"
+    """float16: factor on the loss, which is the sum over a micro-batch's trained tokens. dynamic: a step whose gradients overflow is
+    skipped on all ranks and halves it; `loss_scale_window` good steps in a row double it. A number: fixed; an overflow ends the run."""
+    initial_loss_scale: float = 64.0
+    """dynamic: in the first step. (64 on the sum over 1,024 tokens is 65,536 on their mean.)"""
+    loss_scale_window: int = 1000
+    """dynamic: good steps in a row before it doubles."""
+    loss_scale_hysteresis: int = 1
+    """dynamic: overflows before it halves; they are forgotten when it changes."""
+    min_loss_scale: float = 2**-14
+    """dynamic: an overflow at this scale ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,6 +430,7 @@ class RecipeConfig:
     peft: PeftConfig = field(default_factory=PeftConfig)
     data: DataConfig = field(default_factory=DataConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -34,6 +34,7 @@ ABI_VERSION = 1
 Mode = Literal["auto", "reference", "compiled"]
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KNOWN_DTYPES = frozenset(DTYPE_CODES)
 FW_INVALID = 10001
 MEANINGS = {
     FW_INVALID: "it refuses these arguments",
@@ -123,23 +124,19 @@ def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) 
     """
     if tensors:
         named = {f"tensor {position}": tensor for position, tensor in enumerate(tensors, 1)} | named
-    device = None
-    unknown = None  # a tensor whose dtype the kernels do not know
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.device != device:
-            if device is not None:
-                raise KernelError(_devices(function, named))
-            device = tensor.device
-        if not tensor.is_contiguous():
-            shape, strides = list(tensor.shape), list(tensor.stride())
-            raise KernelError(f"{function}: {name} is not contiguous (shape {shape}, strides {strides}). Pass {name}.contiguous().")
-        if tensor.dtype not in DTYPE_CODES and tensor.is_floating_point():
-            unknown = name
+    given = [tensor for tensor in named.values() if tensor is not None]  # in comprehensions: an optimizer step asks for every buffer
+    devices = {tensor.device for tensor in given}
+    if len(devices) > 1:
+        raise KernelError(_devices(function, named))
+    if False in [tensor.is_contiguous() for tensor in given]:
+        raise KernelError(_not_contiguous(function, named))
+    device = devices.pop() if devices else None
     if _mode == "reference" or device is None or device.type == "meta":
         return None
     library = _substitutes.get(device.type) or _load(device.type)
+    unknown = None  # a tensor whose dtype the kernels do not know
+    if not {tensor.dtype for tensor in given} <= KNOWN_DTYPES:
+        unknown = next((name for name, tensor in named.items() if tensor is not None and _is_unknown(tensor.dtype)), None)
     if unknown is None and not isinstance(library, str) and library.has(function):
         return library
     if _mode == "auto":
@@ -252,6 +249,17 @@ def _try_to_launch(library: Library) -> None:
     """Raises KernelError where the driver is too old for the library, or the GPU not one that it was built for."""
     x = torch.zeros(2, device="cuda")
     library.call("fw_cast", x.data_ptr(), 0, x.data_ptr() + 4, 0, 1, stream_of(x))
+
+
+def _is_unknown(dtype: torch.dtype) -> bool:
+    """Integers are bytes to the kernels, and known."""
+    return dtype.is_floating_point and dtype not in KNOWN_DTYPES
+
+
+def _not_contiguous(function: str, named: dict[str, Tensor | None]) -> str:
+    name, tensor = next((name, tensor) for name, tensor in named.items() if tensor is not None and not tensor.is_contiguous())
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return f"{function}: {name} is not contiguous (shape {shape}, strides {strides}). Pass {name}.contiguous()."
 
 
 def _devices(function: str, named: dict[str, Tensor | None]) -> str:

@@ -96,12 +96,12 @@ def check(
     if remainder is not None and remainder.dtype != torch.int16:
         raise KernelError(f"remainder is {remainder.dtype}, expected torch.int16.")
     precise = torch.float32 if master is None else master.dtype
-    if precise not in (torch.float32, torch.float64) or any(state.dtype != precise for state in states):
+    if precise not in (torch.float32, torch.float64) or [state.dtype for state in states] != [precise] * len(states):
         found = ", ".join(str(tensor.dtype) for tensor in (master, *states) if tensor is not None)
         raise KernelError(f"got master and state in {found}, expected all in torch.float32 or all in torch.float64.")
-    whole = [tensor for tensor in (master, remainder, *states, None if copies is None else copies.data) if tensor is not None]
-    if any(tensor.numel() != numel for tensor in whole):
-        raise KernelError(f"got tensors of {[tensor.numel() for tensor in whole]} elements and a gradient of {numel}, expected the same.")
+    whole = [tensor.numel() for tensor in (master, remainder, *states, None if copies is None else copies.data) if tensor is not None]
+    if whole != [numel] * len(whole):
+        raise KernelError(f"got tensors of {whole} elements and a gradient of {numel}, expected the same.")
     last = 0
     for one in ranges:
         if not last <= one.start <= one.stop <= numel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from framework.config.schema import PrecisionConfig
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
 from framework.models.documents import attention_way
@@ -15,7 +16,7 @@ ATTENTION = {"varlen": "variable-length FlashAttention", "apart": "one sample af
 
 def describe(plan: Plan) -> str:
     """The plan, a fact a line."""
-    recipe, arch, train, dtype = plan.recipe, plan.architecture, plan.train, plan.recipe.precision.compute_dtype
+    recipe, arch, train = plan.recipe, plan.architecture, plan.train
     share = f"{100 * plan.trained_parameters / plan.parameters:.4g}%"
     source = recipe.model.path or "random weights"
     lines = [
@@ -30,7 +31,7 @@ def describe(plan: Plan) -> str:
         ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         *[("", text) for text in _groups(plan)],
-        ("precision", "float64" if dtype == "float64" else f"{dtype}, fp32 master weights and gradients"),
+        ("precision", _precision(recipe.precision)),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
         ("checkpoints", _checkpoints(plan)),
     ]
@@ -41,6 +42,14 @@ def describe(plan: Plan) -> str:
 def _counted(data: DataFacts) -> str:
     samples = data.samples if data.packed is None else data.packed
     return f"{samples:,} samples, {data.tokens:,} tokens, {data.trained_tokens:,} trained"
+
+
+def _precision(precision: PrecisionConfig) -> str:
+    dtype = precision.compute_dtype
+    if dtype == "float64":
+        return dtype
+    scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
+    return f"{dtype}, fp32 master weights and gradients" + (f"; loss scale {scale}" if dtype == "float16" else "")
 
 
 def _packing(plan: Plan) -> str:
@@ -123,12 +132,15 @@ def _checkpoints(plan: Plan) -> str:
 
 def _bytes_table(plan: Plan) -> str:
     """Model state per rank for every stage, the chosen one marked."""
-    ranks = plan.batch.world_size
+    ranks, offload = plan.batch.world_size, plan.recipe.offload
+    offloads = (offload.optimizer, offload.params) != ("none", "none")
     rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
-    rows.append(f"  {'':<8}{'parameters':>12}{'gradients':>12}{'master':>12}{'optimizer':>12}{'temporary':>12}{'peak':>12}")
+    names = ("parameters", "gradients", "master", "optimizer", "temporary", "peak", *(("on host",) if offloads else ()))
+    rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
         cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
+        cells += (state.host,) if offloads else ()
         mark = ">" if stage == plan.recipe.zero.stage else " "
         rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
     return "\n".join(rows)

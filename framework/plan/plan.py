@@ -103,6 +103,7 @@ class Plan:
             optimizer_itemsize=2 * master,
             prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",
+            offload=self.recipe.offload,
         )
 
     @property

@@ -60,6 +60,7 @@ class HeldModule:
         """
         self.share_buffers()
         engine = self.engine
+        engine.flush()
         for unit in engine.units:
             unit.remove_hooks()
         for table, key in self._root_hooks:
@@ -71,8 +72,8 @@ class HeldModule:
                 delattr(self.module, name)
         for buffer in engine.buffers:
             shard = buffer.master if buffer.layout.requires_grad else buffer.shard
-            whole = torch.empty(buffer.padded, dtype=shard.dtype, device=shard.device)
-            buffer.shard_comm.all_gather(whole, shard, buffer.gather_tag).wait()
+            whole = torch.empty(buffer.padded, dtype=shard.dtype, device=buffer.full.device)
+            buffer.shard_comm.all_gather(whole, shard.to(whole.device), buffer.gather_tag).wait()
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
                 parameter.data = whole[slot.offset : slot.stop].view(slot.shape).to("cpu", self._dtypes[slot.name], copy=True)
         self.module.cpu()

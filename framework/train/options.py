@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from framework.config.errors import Problem
 
-LIGHTNING_PRECISION = {"64": "float64", "32": "float32", "bf16": "bfloat16"}
+LIGHTNING_PRECISION = {"64": "float64", "32": "float32", "bf16": "bfloat16", "16": "float16"}
 
 ELEMENTWISE_OPTIMIZERS = (
     torch.optim.Adadelta,

@@ -18,7 +18,7 @@ from framework.config.errors import UserError
 from framework.config.schema import PrecisionConfig
 from framework.train.options import clip_by_value
 
-LIGHTNING_NAMES = {"float32": "32-true", "bfloat16": "bf16-true", "float64": "64-true"}
+LIGHTNING_NAMES = {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-true", "float64": "64-true"}
 
 
 class EnginePrecision(Precision):

@@ -31,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch import Tensor
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import PrecisionConfig, ZeroConfig
+from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.train.checkpoint_file import AtomicCheckpointIO, load_weights, persistent_tensors
 from framework.train.cluster import RankEnvironment
 from framework.train.held import HeldModule
@@ -50,6 +50,7 @@ class ZeroStrategy(ParallelStrategy):
     Args:
         stage: 0 replicates everything, 1 shards optimizer state, 2 and gradients, 3 and parameters; default 3. Short for `zero`.
         zero: the same with its details.
+        offload: which model state lies in host memory.
         precision: data type of parameters in forward and backward; masters and gradients are fp32. Takes the place of
             `Trainer(precision=)`.
         grad_clip: largest global gradient norm; `Trainer(gradient_clip_val=)` does the same.
@@ -69,6 +70,7 @@ class ZeroStrategy(ParallelStrategy):
         stage: Literal[0, 1, 2, 3] | None = None,
         *,
         zero: ZeroConfig | None = None,
+        offload: OffloadConfig | None = None,
         precision: PrecisionConfig | None = None,
         grad_clip: float | None = None,
         seed: int = 0,
@@ -82,6 +84,10 @@ class ZeroStrategy(ParallelStrategy):
         self.zero = zero or ZeroConfig(stage=3 if stage is None else stage)
         if self.zero.stage not in (0, 1, 2, 3):
             raise UserError(Problem(path="ZeroStrategy(stage=)", got=repr(self.zero.stage), expected="0, 1, 2 or 3"))
+        self.offload = offload or OffloadConfig()
+        if self.offload.params != "none" and self.zero.stage != 3:
+            got = f"params={self.offload.params!r} at stage {self.zero.stage}, where every rank has all parameters"
+            raise UserError(Problem(path="ZeroStrategy(offload=)", got=got, expected="stage=3, or params='none'"))
         self.precision = precision or PrecisionConfig()
         super().__init__(cluster_environment=RankEnvironment(), precision_plugin=EnginePrecision(self.precision))
         self.grad_clip, self.seed, self.read = grad_clip, seed, read
@@ -244,6 +250,7 @@ class ZeroStrategy(ParallelStrategy):
                 sharded,
                 self.zero,
                 self.precision,
+                self.offload,
                 optimizer=optimizer,
                 grad_clip=self.grad_clip,
                 group=self.group,

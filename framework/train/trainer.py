@@ -20,6 +20,7 @@ def build_strategy(recipe: RecipeConfig, read: Callable[[str, int, int], Tensor]
     then `strategy.close()`."""
     return ZeroStrategy(
         zero=recipe.zero,
+        offload=recipe.offload,
         precision=recipe.precision,
         grad_clip=recipe.optimizer.grad_clip,
         seed=recipe.seed,

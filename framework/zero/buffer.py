@@ -8,12 +8,14 @@ autograd does not take a gather for an in-place change of the parameters.
 
     full    compute dtype  [S * N]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
-    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype
+    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory
     grad_full              [S * N]  gradients as backward produces them, master dtype
     grad    master dtype   [S]      this rank's sum over micro-batches and ranks
 """
 
 from __future__ import annotations
+
+from concurrent.futures import Future
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from torch import nn
 from framework.zero.comm import Comm, Handle
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
+from framework.zero.offload import HostMemory, wait
 from framework.zero.policy import FULL, SHARDED, Policy
 
 
@@ -100,6 +103,8 @@ class FlatBuffer:
         meter: MemoryMeter,
         pool: GradPool,
         tag: int,
+        host: HostMemory,
+        master_on_host: bool,
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
         self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
@@ -114,6 +119,12 @@ class FlatBuffer:
         self._views: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
 
+        self.master_on_host = master_on_host
+        """Whether masters and optimizer state lie in host memory (`offload.py`)."""
+        self.shard_on_host = host.config.params != "none" and not self.permanent
+        self.updating: Future | None = None
+        """The update that is under way on the host."""
+
         self.full = torch.zeros(self.padded, dtype=compute_dtype, device=device)
         self._storage, self._full_bytes = self.full.untyped_storage(), self.full.nbytes
         self.alias = self.full.data
@@ -125,13 +136,19 @@ class FlatBuffer:
             self.shard = self.alias[self.start : self.start + self.shard_numel]
             meter.add("params", self._full_bytes)
         else:
-            self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
-            meter.add("params", self.shard.nbytes)
+            if self.shard_on_host:
+                self.shard = host.zeros("params", self.shard_numel, compute_dtype)
+            else:
+                self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
+                meter.add("params", self.shard.nbytes)
             meter.add("gathered", self._full_bytes)
         self.master = self.shard
-        if layout.requires_grad and compute_dtype != master_dtype:
-            self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-            meter.add("master", self.master.nbytes)
+        if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
+            if master_on_host:
+                self.master = host.zeros("master", self.shard_numel, master_dtype)
+            else:
+                self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
+                meter.add("master", self.master.nbytes)
         self._gathering: Handle | None = None
 
         self.grad: torch.Tensor | None = None
@@ -180,6 +197,11 @@ class FlatBuffer:
         return self.layout.pieces(self.start, self.start + self.shard_numel)
 
     @property
+    def is_written_with_master(self) -> bool:
+        """Whether a kernel that updates masters can write `shard`, too: not from the device into host memory."""
+        return self.master_on_host or not self.shard_on_host
+
+    @property
     def readable(self) -> bool:
         """Whether the parameters are whole and current, or will be after `wait`."""
         return self.present and not self.stale
@@ -211,9 +233,14 @@ class FlatBuffer:
             self._storage.resize_(self._full_bytes)
             self.meter.add("gathered", self._full_bytes)
             self.present = True
+        self.finish_update()
         self.stale = False
         self._point_at(self._views)
-        self._gathering = self.shard_comm.all_gather(self.alias, self.shard, self.gather_tag)
+        shard = self.shard
+        if self.shard_on_host:
+            shard = self.alias[self.start : self.start + self.shard_numel]
+            shard.copy_(self.shard, non_blocking=True)
+        self._gathering = self.shard_comm.all_gather(self.alias, shard, self.gather_tag)
 
     def wait(self) -> None:
         if self._gathering is not None:
@@ -230,6 +257,12 @@ class FlatBuffer:
         self.meter.add("gathered", -self._full_bytes)
         self.present = False
 
+    def finish_update(self) -> None:
+        """Wait for the update that is under way on the host."""
+        if self.updating is not None:
+            updating, self.updating = self.updating, None
+            wait(updating)
+
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
@@ -239,7 +272,7 @@ class FlatBuffer:
 
     def _outdate(self) -> None:
         """Of `full`, only this rank's part is known to be current, and that only where `shard` is a slice of it."""
-        self.stale = self.present and (self.shard_comm.size > 1 or not self.permanent)
+        self.stale = self.present and (self.shard_comm.size > 1 or not self.permanent or self.updating is not None)
         if self.stale:
             self._point_at(self._unreadable)
 
@@ -275,6 +308,7 @@ class FlatBuffer:
     def reduce(self) -> None:
         """Begin to sum this step's gradients over the ranks. A parameter without a gradient counts as zero, so that every rank
         takes part whatever its control flow was."""
+        self.finish_update()  # of a buffer that this step did not use: the update reads the gradients
         self._make_room()
         for index, slot in enumerate(self.layout.slots):
             if index not in self.written:

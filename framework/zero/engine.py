@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from framework import torch_private
-from framework.config.schema import PrecisionConfig, ZeroConfig
+from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
@@ -33,9 +33,11 @@ from framework.zero.layout import INTEGERS, Slot, UnitLayout, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
+from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import SHARDED, policy_of
+from framework.zero.policy import FULL, SHARDED, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
+from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
 
 
@@ -46,7 +48,9 @@ class ZeroEngine:
         module: real (rank 0's values are taken) or on the meta device (then filled by `read`, or by seeded `reset_parameters`).
             Its parameters stay the same objects unless they were on the meta device.
         zero: stage and prefetching.
-        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64).
+        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64), and for
+            float16 the loss is scaled.
+        offload: which model state lies in host memory.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
@@ -65,6 +69,7 @@ class ZeroEngine:
         module: nn.Module,
         zero: ZeroConfig | None = None,
         precision: PrecisionConfig | None = None,
+        offload: OffloadConfig | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         grad_clip: float | None = None,
@@ -78,16 +83,22 @@ class ZeroEngine:
         self.module, self.zero = module, zero or ZeroConfig()
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
-        self.compute_dtype = getattr(torch, (precision or PrecisionConfig()).compute_dtype)
+        precision = precision or PrecisionConfig()
+        self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.world = Comm(group)
         self.device = torch.device(device) if device is not None else _default_device(group)
         alone = Comm(None)
+        self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
         self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
 
-        self.memory = MemoryMeter()
+        self.memory, self.host_memory = MemoryMeter(), MemoryMeter()
+        """Bytes of model state on the device, and what is offloaded."""
+        self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
+        if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
+            raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
         self.pool = GradPool(self.memory)
         self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
         self.stop_requested = False
@@ -97,6 +108,9 @@ class ZeroEngine:
         self.reading: torch.cuda.Event | None = None
         """Somebody copies masters and optimizer state until this event; the next update waits for it on the device."""
         self.steps_done = 0
+        """Steps that were called, those that were skipped for an overflow included; optimizer state counts updates."""
+        self.skipped_steps = 0
+        """For an overflow under the loss scale (on CUDA that of the last step shows with the next)."""
         self._task: int | None = None
         self._depth = 0
         self._release_on_leaving = False
@@ -112,6 +126,9 @@ class ZeroEngine:
                 "buffer"
             )
         self.layouts = plan_units(module)
+        trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
+        on_host = offloaded(self._host.config, [layout.numel for layout in trained])
+        self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
         self.buffers: list[FlatBuffer] = []
         self.units = [self._build_unit(layout, originals, read, seed) for layout in self.layouts]
         if read is not None:
@@ -127,7 +144,7 @@ class ZeroEngine:
             self._offsets[id(buffer)] = sum(len(b.layout.slots) for b in self.trained[: len(self._offsets)])
         now = dict(module.named_parameters(remove_duplicate=False))
         replaced = {id(old): now[name] for name, old in originals.items()}
-        self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced) if optimizer is not None else None
+        self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced, self._host) if optimizer is not None else None
         self._originals = originals  # keeps the ids above from being reused
         self._enter_root_through_forward()
 
@@ -152,7 +169,7 @@ class ZeroEngine:
         self._loss_sum += loss.detach().double()
         self._tokens += tokens
         try:
-            loss.backward()
+            loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
         except BaseException:
             self.reset()
             raise
@@ -162,41 +179,59 @@ class ZeroEngine:
 
         Raises NonFiniteError naming step, rank and parameter where the loss or a gradient is not finite, before anything has changed
         (on CUDA with a fused optimizer the update is skipped on the device; the error comes with the next step or when state is asked for).
+        Under a loss scale (`scaler.py`) that is an overflow first: nothing is updated, and the next step has a smaller scale.
         """
         self.check_last_step()
         self._reduce_leftovers()
         asked = self.stop_requested, self.busy()
         sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, *asked, self.device)
-        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & (sums.tokens > 0) & sums.same_order
+        sound = (sums.tokens > 0) & sums.same_order
+        finite = torch.isfinite(sums.square_sum + sums.loss_sum) & sound
+        scale = None if self.scaler is None else self.scaler.scale
+        fatal = ~finite if self.scaler is None else ~finite & (self.scaler.exhausted | ~sound)
         grad_norm = sums.square_sum.sqrt() / sums.tokens
         factor = 1.0 / sums.tokens
+        if scale is not None:
+            grad_norm, factor = grad_norm / scale, factor / scale
+            self.scaler.update(finite)
         if self.grad_clip is not None:
             factor = factor * (self.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
-        if not in_kernel:
-            self._raise_if_not_finite(finite, sums)
+        if not in_kernel and bool(fatal):
+            self._raise_not_finite(sums)
+        if in_kernel or bool(finite):
+            self._update(factor, finite, sums)
+        else:
+            self.skipped_steps += 1
+        for buffer in self.trained:
+            buffer.end_step()
+        self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
+        self.steps_done += 1
+        self._new_step()
+        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop, sums.busy, ~finite, scale)
+
+    def _update(self, factor: torch.Tensor, finite: torch.Tensor, sums: norm.GlobalSums) -> None:
+        """The optimizer's step, where it is `finite`, on gradients times `factor`."""
         if self.reading is not None:
             torch.cuda.current_stream(self.device).wait_event(self.reading)
             self.reading = None
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
+            self._count_optimizer_state()
+        written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
-            buffer.publish(written=self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards)
-            buffer.end_step()
-        self._verdict = norm.Verdict(finite) if in_kernel else None
-        self.steps_done += 1
-        self._new_step()
-        return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop, sums.busy)
+            buffer.publish(written=written and buffer.is_written_with_master)
+
+    def _count_optimizer_state(self) -> None:
+        for meter, on_host in ((self.memory, False), (self.host_memory, True)):
+            meter.set("optimizer", self.sharded_optimizer.state_nbytes(on_host=on_host))
 
     def _used_by_any(self, used: torch.Tensor) -> list[bool]:
         """Which parameters any rank used. Where this rank used all, nothing needs to be read from the device."""
         mine = [index in buffer.used for buffer in self.trained for index in range(len(buffer.layout.slots))]
         return mine if all(mine) else [count > 0 for count in used.tolist()]
 
-    def _raise_if_not_finite(self, finite: torch.Tensor, sums: norm.GlobalSums) -> None:
-        if bool(finite):
-            return
+    def _raise_not_finite(self, sums: norm.GlobalSums) -> None:
         if not bool(sums.same_order):
             self.reset()
             raise RuntimeError(f"step {self.steps_done + 1}: {norm.NOT_THE_SAME_ORDER}; nothing was updated")
@@ -223,10 +258,17 @@ class ZeroEngine:
                     )
 
     def check_last_step(self) -> None:
-        """Raise NonFiniteError for a bad step that was not reported yet; `step`, `full_tensors` and `state_dict` begin with it."""
-        if self._verdict is not None and not self._verdict.finite:
+        """Raise NonFiniteError for a bad step that was not reported yet, and wait for what the host still does for the last one; `step`,
+        `full_tensors` and `state_dict` begin with it."""
+        self.flush()
+        finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
+        if fatal:
             why = f"the loss or a gradient was not finite, or {norm.NOT_THE_SAME_ORDER}"
             raise NonFiniteError(f"step {self.steps_done}: {why}; that step's update was skipped")
+        if not finite:
+            self.sharded_optimizer.take_back_count()
+            self.skipped_steps += 1
+        self._verdict = None
 
     def _new_step(self) -> None:
         self._last = True
@@ -331,16 +373,24 @@ class ZeroEngine:
         """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
         state.load_state_dict(self, saved)
         if self.sharded_optimizer is not None:
-            self.memory.set("optimizer", self.sharded_optimizer.state_nbytes)
+            self._count_optimizer_state()
+
+    def flush(self) -> None:
+        """Wait for the updates that run on the host: masters, optimizer state and shards are those after the last step."""
+        for buffer in self.trained:
+            buffer.finish_update()
 
     def reset(self) -> None:
         """After an exception in forward, backward or step, on every rank: forget this step. Parameters and optimizer state stay.
 
         Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError.
         """
-        if self._verdict is not None and not self._verdict.finite:
-            self.steps_done -= 1
+        self.flush()
+        finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
+        if not finite:
             self.sharded_optimizer.take_back_count()
+            self.steps_done -= fatal
+            self.skipped_steps += not fatal
         self._task, self._depth, self._verdict, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()
@@ -390,6 +440,8 @@ class ZeroEngine:
                 meter=self.memory,
                 pool=self.pool,
                 tag=2 * len(self.buffers),
+                host=self._host,
+                master_on_host=layout in self._on_host,
             )
             old = [originals[slot.name] for slot in layout.slots]
             if any(p.is_meta for p in old) and self.device.type != "meta":

@@ -11,6 +11,7 @@ Unusual: neighbours in a buffer that have the same settings are updated as one r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from framework.kernels.library import library_for
 from framework.kernels.shard import ShardCopies, ShardRange, adam_range
 from framework.zero.buffer import FlatBuffer
 from framework.zero.layout import ALIGN, Piece
+from framework.zero.offload import HostUpdates
 
 OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable")
 """Options of torch's AdamW that the kernel does not have."""
@@ -46,10 +48,14 @@ class FlatAdamW:
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
         """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""
         plain = type(optimizer) is torch.optim.AdamW and not any(map(_other_arithmetic, optimizer.param_groups))
-        return plain and all(library_for("fw_adamw", buffer.master, buffer.shard) is not None for buffer in buffers)
+        copies = (buffer.master.new_empty(0, dtype=buffer.compute_dtype) for buffer in buffers)
+        return plain and all(library_for("fw_adamw", buffer.master, copy) is not None for buffer, copy in zip(buffers, copies, strict=True))
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]]) -> None:
-        self._torch = optimizer
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]], updates: HostUpdates | None
+    ) -> None:
+        """`updates` makes those of buffers whose masters lie in host memory."""
+        self._torch, self._updates = optimizer, updates
         group_of = {id(shard): index for index, group in enumerate(optimizer.param_groups) for shard in group["params"]}
         self._shards: dict[FlatBuffer, list[_Shard]] = {}
         for buffer, slot, piece, parameter in pieces:
@@ -72,11 +78,12 @@ class FlatAdamW:
             if not used:
                 continue
             extent = self._extents[buffer]
-            master, grad = buffer.master[extent], buffer.grad[extent]
-            moments = self._moments_of(buffer)
-            copies = ShardCopies(data=buffer.shard[extent]) if buffer.shard is not buffer.master else None
-            for (betas, eps), ranges in self._ranges(buffer, used).items():
-                adamw_(master, *moments, grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
+            update = partial(_update, buffer.master[extent], self._moments_of(buffer), self._ranges(buffer, used))
+            if buffer.master_on_host:
+                self._updates.submit(buffer, extent, update, factor)
+            else:
+                copies = buffer.shard is not buffer.master and buffer.is_written_with_master
+                update(buffer.grad[extent], buffer.shard[extent] if copies else None, factor)
 
     def _ranges(self, buffer: FlatBuffer, used: list[_Shard]) -> dict[tuple[tuple[float, float], float], list[ShardRange]]:
         """By (betas, eps): what is updated, in order, neighbours as one; counted from the beginning of the buffer's extent."""
@@ -141,6 +148,21 @@ class FlatAdamW:
             shard.steps = int(loaded.get("step", 0))
             shard.state = {"step": torch.tensor(float(shard.steps)), **moments}
             self._torch.state[shard.parameter] = shard.state
+
+
+def _update(
+    master: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    calls: dict[tuple[tuple[float, float], float], list[ShardRange]],
+    grad: torch.Tensor,
+    copy: torch.Tensor | None,
+    factor: torch.Tensor,
+) -> list[ShardRange]:
+    """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype. Returns what was updated."""
+    copies = None if copy is None else ShardCopies(data=copy)
+    for (betas, eps), ranges in calls.items():
+        adamw_(master, *moments, grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
+    return [one for ranges in calls.values() for one in ranges]
 
 
 def _other_arithmetic(group: dict[str, Any]) -> str | None:

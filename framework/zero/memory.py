@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from framework.config.schema import OffloadConfig
 from framework.zero.layout import UnitLayout
-from framework.zero.policy import FULL, SHARDED, Policy
+from framework.zero.policy import FULL, SHARDED, WORKERS, Policy, offloaded
 
 
 @dataclass
 class MemoryMeter:
-    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `reducing`)."""
+    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `reducing`, `staging`)."""
 
     current: int = 0
     peak: int = 0
@@ -36,16 +37,19 @@ class MemoryMeter:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes of model state per rank by the formula: what stays, and the most that comes on top while a step runs."""
+    """Bytes of model state per rank by the formula: what stays, and the most that comes on top while a step runs. `host` lies in host
+    memory, all else on the device."""
 
     params: int
     grads: int
     master: int
     optimizer: int
     temporary: int
+    host: int = 0
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.params + self.grads + self.master + self.optimizer + self.temporary
 
 
@@ -60,6 +64,7 @@ def state_bytes(
     optimizer_itemsize: int = 8,
     prefetch_bytes: int = 0,
     messages: bool = False,
+    offload: OffloadConfig | None = None,
 ) -> StateBytes:
     """Peak model-state bytes of one rank, from the layouts alone.
 
@@ -70,17 +75,28 @@ def state_bytes(
     gathered and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached
     in the middle of backward, or at its end when the root's gradients are reduced.
     """
-    shards = world_size if policy.optimizer is SHARDED else 1
-    separate_master = compute_itemsize != master_itemsize
-    params = grads = master = optimizer = 0
-    for unit in units:
-        for layout in unit.layouts:
-            shard, full = layout.shard_numel(shards), layout.padded(shards)
-            params += layout.itemsize(compute_itemsize) * (full if policy.params_at_rest is FULL else shard)
-            if layout.requires_grad:
-                grads += master_itemsize * (full if policy.grads is FULL else shard)
-                master += master_itemsize * shard if separate_master else 0
-                optimizer += optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
+    shards, offload = world_size if policy.optimizer is SHARDED else 1, offload or OffloadConfig()
+    trained = [layout for unit in units for layout in unit.layouts if layout.requires_grad]
+    offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
+    params_on_host = offload.params != "none" and policy.params_at_rest is SHARDED
+    params = grads = master = optimizer = host = 0
+    for layout in (layout for unit in units for layout in unit.layouts):
+        shard, full = layout.shard_numel(shards), layout.padded(shards)
+        held = layout.itemsize(compute_itemsize) * (full if policy.params_at_rest is FULL else shard)
+        params, host = (params, host + held) if params_on_host else (params + held, host)
+        if not layout.requires_grad:
+            continue
+        grads += master_itemsize * (full if policy.grads is FULL else shard)
+        has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
+        masters = master_itemsize * shard if has_master else 0
+        moments = optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
+        if offloads[layout]:
+            host += masters + moments
+        else:
+            master, optimizer = master + masters, optimizer + moments
+    staged = [layout.shard_numel(shards) for layout in trained if offloads[layout]]
+    if staged:
+        host += min(WORKERS, len(staged)) * max(staged) * (master_itemsize + (0 if params_on_host else compute_itemsize))
 
     def gathered(unit: UnitLayout) -> int:
         return sum(layout.itemsize(compute_itemsize) * layout.padded(shards) for layout in unit.layouts)
@@ -111,4 +127,4 @@ def state_bytes(
         in_backward = max(in_backward, always + held + under_way * largest(received))
     at_end = always + received(root) + min(1, len(blocks)) * largest(received)
     temporary = max(in_backward, at_end)
-    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary)
+    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)

@@ -38,20 +38,26 @@ class StepStats:
     """Number of ranks that ask to stop after this step."""
     busy: torch.Tensor
     """Number of ranks that still have work in the background (`ZeroEngine.busy`)."""
+    skipped: torch.Tensor
+    """Whether gradients overflowed under the loss scale, so that nothing was updated: 0-d bool."""
+    loss_scale: torch.Tensor | None = None
+    """That this step's losses were multiplied by; None: they were not."""
 
 
 class Verdict:
-    """Whether a step was finite, for the host to read later: on CUDA it waits for that step alone, not for what was queued since."""
+    """Whether a step was finite, and if not, whether that ends the run: for the host to read later. On CUDA it waits for that step alone,
+    not for what was queued since."""
 
-    def __init__(self, finite: torch.Tensor) -> None:
-        self._finite = finite.to("cpu", non_blocking=True)
+    def __init__(self, finite: torch.Tensor, fatal: torch.Tensor) -> None:
+        self._told = torch.stack([finite, fatal]).to("cpu", non_blocking=True)
         self._written = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
 
-    @property
-    def finite(self) -> bool:
+    def read(self) -> tuple[bool, bool]:
+        """(finite, fatal)"""
         if self._written is not None:
             self._written.synchronize()
-        return bool(self._finite)
+        finite, fatal = self._told.tolist()
+        return finite, fatal
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from framework import torch_private
 from framework.zero.buffer import FlatBuffer
 from framework.zero.flat_adamw import FlatAdamW
 from framework.zero.layout import Piece
+from framework.zero.offload import HostMemory, HostUpdates
 
 NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 """Optimizers whose update of an element depends on others of the same tensor: wrong on pieces."""
@@ -27,7 +28,9 @@ class ShardedOptimizer:
     Raises ValueError when the optimizer has state already, is not element-wise, or holds a parameter that is not the module's.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer], originals: dict[int, nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer], originals: dict[int, nn.Parameter], host: HostMemory
+    ) -> None:
         """`originals`: the module's parameter now, by the `id` of the one that the optimizer was made with."""
         if type(optimizer).__name__ in NOT_ELEMENT_WISE:
             raise ValueError(
@@ -65,7 +68,11 @@ class ShardedOptimizer:
             group["params"] = mine
             group.pop("param_names", None)
         self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in taken]
-        self._flat = FlatAdamW(optimizer, self.pieces) if FlatAdamW.takes(optimizer, buffers) else None
+        on_host = [buffer for buffer in buffers if buffer.master_on_host]
+        self._updates = self._flat = None
+        if FlatAdamW.takes(optimizer, buffers):
+            self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
+            self._flat = FlatAdamW(optimizer, self.pieces, self._updates)
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
@@ -78,7 +85,9 @@ class ShardedOptimizer:
         for buffer, index, piece, shard in self.pieces:
             if is_used[offsets[id(buffer)] + index]:
                 grad = buffer.grad[piece.shard_start : piece.shard_stop]
-                shard.grad = grad if in_kernel else grad.mul_(factor.to(grad.dtype))
+                if not in_kernel:
+                    grad = grad.mul_(factor.to(grad.dtype)).to(shard.device)
+                shard.grad = grad
         if in_kernel:
             self.torch.grad_scale = factor.reciprocal().float()
             self.torch.found_inf = (~finite).float()
@@ -106,7 +115,9 @@ class ShardedOptimizer:
         """Whether the optimizer's own kernel multiplies the gradient by the factor and skips a step that is not finite."""
         if self._flat is not None:
             return True
-        return torch_private.takes_grad_scale(self.torch) and all(buffer.master_dtype is torch.float32 for buffer, *_ in self.pieces)
+        return torch_private.takes_grad_scale(self.torch) and all(
+            buffer.master_dtype is torch.float32 and not buffer.master_on_host for buffer, *_ in self.pieces
+        )
 
     def take_back_count(self) -> None:
         """The last step turned out to have been skipped by the device: it does not count."""
@@ -128,8 +139,9 @@ class ShardedOptimizer:
         for buffer, _, piece, shard in self.pieces:
             yield buffer, piece, self.torch.state.get(shard, {})
 
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of all optimizer state; of a tensor that several parameters have views of, all of it, once."""
-        values = [value for state in self.torch.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    def state_nbytes(self, *, on_host: bool) -> int:
+        """Bytes of the optimizer state that lies in host memory, or of the rest; of a tensor that several parameters have views of, all of
+        it, once."""
+        states = [state for buffer, _, state in self.state_pieces() if buffer.master_on_host is on_host]
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}.values())

@@ -11,10 +11,11 @@ one mechanism (ZeRO: Rajbhandari et al. 2019, arXiv:1910.02054):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from framework.config.schema import ZeroConfig
+from framework.config.schema import OffloadConfig, ZeroConfig
 
 
 class Placement(Enum):
@@ -46,3 +47,23 @@ def policy_of(zero: ZeroConfig) -> Policy:
         raise ValueError(f"ZeroConfig.stage: got {zero.stage!r}, expected one of {list(_STAGES)}")
     policy = _STAGES[zero.stage]
     return policy if zero.reshard_after_forward else policy._replace(params_kept=FULL)
+
+
+WORKERS = 2
+"""Threads that update what is offloaded, and so the number of buffers in staging at a time."""
+
+
+def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool]:
+    """Of the trained buffers, with so many elements and in the order of forward: whose masters and optimizer state lie in host memory.
+
+    `config.fraction` of the elements, to whole buffers; the last ones, whose updates have longest to hide behind the next forward.
+    """
+    if config.optimizer == "none":
+        return [False] * len(trained_numels)
+    room = config.fraction * sum(trained_numels)
+    chosen = []
+    for numel in reversed(trained_numels):
+        fits = room > 0 and numel <= room + numel / 2  # to the nearest whole buffer
+        room -= numel if fits else 0
+        chosen.append(fits)
+    return chosen[::-1]

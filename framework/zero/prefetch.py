@@ -55,6 +55,8 @@ class Prefetch:
         root, current = self._last[self._grad][0], self._now[-1]
         held = self._meter.by_kind.get("gathered", 0) - root.held_bytes - (0 if current is root else current.held_bytes)
         for unit in self._last[self._grad][len(self._now) :]:
+            if unit.is_updating:  # whether it still is depends on time, and every rank must gather in the same order
+                return
             if not unit.needs_gather:
                 if unit.permanent and unit.buffers:
                     return  # nothing is ever released: all that follows was gathered with it

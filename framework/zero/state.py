@@ -27,7 +27,8 @@ def full_tensors(engine: ZeroEngine, *, trained_only: bool = False) -> Iterator[
 
 
 def state_dict(engine: ZeroEngine) -> dict[str, Any]:
-    """{"model": {name: tensor}, "optimizer": {name: {key: tensor}}, "param_groups": [options], "step": int} on rank 0, empty elsewhere.
+    """{"model": {name: tensor}, "optimizer": {name: {key: tensor}}, "param_groups": [options], "step": int} on rank 0, empty elsewhere;
+    for float16 also {"loss_scaler": its state}.
 
     Optimizer state with one value for each element has its parameter's shape ([1] for a 0-d one); all else is kept as it is (a step count).
     """
@@ -61,8 +62,9 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
                     states.setdefault(name, {})[key] = tensor if tensor.dim() else tensor.view(1)
     if engine.world.rank:
         return {}
+    scaling = {} if engine.scaler is None else {"loss_scaler": engine.scaler.state_dict()}
     options = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups] if sharded else []
-    return {"model": model, "optimizer": states, "param_groups": options, "step": engine.steps_done}
+    return {"model": model, "optimizer": states, "param_groups": options, "step": engine.steps_done} | scaling
 
 
 def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
@@ -87,6 +89,8 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
     if engine.sharded_optimizer is not None:
         load_optimizer(engine, state["param_groups"], of_piece)
     engine.steps_done = state["step"]
+    if engine.scaler is not None and "loss_scaler" in state:
+        engine.scaler.load_state_dict(state["loss_scaler"])
 
 
 def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: Callable[[Piece], dict[str, Any] | None]) -> None:
@@ -128,7 +132,7 @@ def _is_flat(value: Any, piece: Piece) -> bool:
 
 def _whole(engine: ZeroEngine, buffer: FlatBuffer, shard: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Gather `shard` [S] of every rank and yield the parameters' parts on rank 0."""
-    full = torch.empty(buffer.padded, dtype=shard.dtype, device=shard.device)
-    buffer.shard_comm.all_gather(full, shard, buffer.gather_tag).wait()
+    full = torch.empty(buffer.padded, dtype=shard.dtype, device=buffer.full.device)
+    buffer.shard_comm.all_gather(full, shard.to(full.device), buffer.gather_tag).wait()
     for slot in buffer.layout.slots:
         yield slot.name, full[slot.offset : slot.stop].view(slot.shape).cpu() if engine.world.rank == 0 else None

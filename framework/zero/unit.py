@@ -119,6 +119,11 @@ class Unit:
         return any(buffer.needs_gather for buffer in self.buffers)
 
     @property
+    def is_updating(self) -> bool:
+        """Whether the host's update of the last step has not been waited for."""
+        return any(buffer.updating is not None for buffer in self.buffers)
+
+    @property
     def gather_bytes(self) -> int:
         """Memory that a gather would take, in bytes."""
         return sum(buffer.gather_bytes for buffer in self.buffers)

@@ -21,7 +21,9 @@ from framework.config.schema import (
     EvalConfig,
     LlamaConfig,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
+    PrecisionConfig,
     RecipeConfig,
     ScheduleConfig,
     TrainerConfig,
@@ -142,6 +144,39 @@ def test_p21_p44_a_recipe_trains_as_plain_torch_for_every_stage(ranks, recipe, t
         assert series(rows, "val_loss")[0] == [2, 4, 5]
         plan = plan_of(sharded, None, prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False), world_size)
         assert read_summary(run_dir)["peak_model_state_bytes"] == pytest.approx(plan.state_bytes(stage).total, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(1, OffloadConfig(optimizer="cpu")), (3, OffloadConfig(optimizer="cpu", params="cpu"))], ids=str
+)
+def test_p44_a_recipe_trains_as_plain_torch_with_offloaded_state(ranks, recipe, tmp_path, stage: int, offload: OffloadConfig) -> None:
+    offloaded = dataclasses.replace(recipe, zero=ZeroConfig(stage=stage), offload=offload)
+    write_run_dir(tmp_path / "run", offloaded, overrides=[], command=["test"])
+    ranks(2, fit, offloaded, tmp_path / "run", timeout=120)
+    assert series(read_metrics(tmp_path / "run" / METRICS), "loss")[1] == pytest.approx(plain_losses(recipe), rel=1e-5)
+    prepared, summary = (
+        prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False),
+        read_summary(tmp_path / "run"),
+    )
+    planned = plan_of(offloaded, None, prepared, 2).state_bytes(stage)
+    assert summary["peak_model_state_bytes"] == pytest.approx(planned.total, rel=0.02)
+    assert summary["peak_offloaded_bytes"] == pytest.approx(planned.host, rel=0.02)
+    assert "on host" in (tmp_path / "run" / PLAN).read_text()
+
+
+@pytest.mark.parametrize("initial_scale", [64.0, 2.0**24])
+def test_p47_a_recipe_in_fp16_trains_under_a_loss_scale_that_finds_its_size(ranks, recipe, tmp_path, initial_scale: float) -> None:
+    precision = PrecisionConfig(compute_dtype="float16", initial_loss_scale=initial_scale)
+    half = dataclasses.replace(recipe, zero=ZeroConfig(stage=2), precision=precision)
+    write_run_dir(tmp_path / "run", half, overrides=[], command=["test"])
+    ranks(2, fit, half, tmp_path / "run", timeout=120)
+    rows, skipped = read_metrics(tmp_path / "run" / METRICS), read_summary(tmp_path / "run")["skipped_steps"]
+    _, scales = series(rows, "loss_scale")
+    if initial_scale == 64.0:
+        assert skipped == 0 and scales == [64.0] * STEPS
+        assert series(rows, "loss")[1] == pytest.approx(plain_losses(recipe), rel=1e-2)
+    else:
+        assert skipped >= 1 and scales == sorted(scales, reverse=True) and scales[1] == initial_scale / 2
 
 
 def test_a_run_leaves_everything_behind_and_transformers_loads_its_export(ranks, recipe, tmp_path) -> None:

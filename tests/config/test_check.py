@@ -98,6 +98,12 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"data__validation_fraction": 0.0, "eval__patience": 3}, "eval.patience"),
         ({"data__validation_fraction": 0.1, "eval__patience": 3}, "eval.patience"),
         ({"data__validation_fraction": 0.1, "eval__patience": 0, "eval__every_n_steps": 2}, "eval.patience"),
+        ({"offload__params": "cpu"}, "offload.params"),
+        ({"offload__fraction": 1.5}, "offload.fraction"),
+        ({"precision__compute_dtype": "bfloat16", "precision__loss_scale": 8.0}, "precision.loss_scale"),
+        ({"precision__compute_dtype": "float16", "precision__loss_scale": 0.0}, "precision.loss_scale"),
+        ({"precision__compute_dtype": "float16", "precision__min_loss_scale": 128.0}, "precision.initial_loss_scale"),
+        ({"precision__compute_dtype": "float16", "precision__loss_scale_window": 0}, "precision.loss_scale_window"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, path):

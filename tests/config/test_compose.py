@@ -16,7 +16,14 @@ from framework.config.typed import to_dict
 
 RECIPES = sorted(path.stem for path in asset_dir("recipes").glob("*.yaml"))
 NAMED = dict.fromkeys(("optimizer", "schedule", "logger"), "name")
-DISCRIMINATORS = NAMED | {"zero": "stage", "precision": "compute_dtype", "model": "arch", "data": "format", "kernels": "mode"}
+DISCRIMINATORS = NAMED | {
+    "zero": "stage",
+    "precision": "compute_dtype",
+    "offload": "optimizer",
+    "model": "arch",
+    "data": "format",
+    "kernels": "mode",
+}
 """The key that a group's option is there to set."""
 
 

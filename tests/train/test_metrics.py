@@ -28,9 +28,9 @@ def write(path: Path, *rows: MetricsRow) -> None:
 def test_the_columns_of_the_file(tmp_path):
     write(tmp_path / "m.csv", TRAIN, VALIDATION)
     assert (tmp_path / "m.csv").read_text() == (
-        "step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss,val_perplexity\n"
-        "10,0.25,2.5,2e-05,1.0,4096,812.5,5.0,,\n"
-        "10,0.25,,,,4096,,6.5,2.25,9.5\n"
+        "step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss,val_perplexity,loss_scale\n"
+        "10,0.25,2.5,2e-05,1.0,4096,812.5,5.0,,,\n"
+        "10,0.25,,,,4096,,6.5,2.25,9.5,\n"
     )
 
 

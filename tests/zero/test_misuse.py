@@ -168,7 +168,7 @@ def test_every_rank_sees_that_orders_differ_also_the_one_whose_order_is_their_me
 
 def test_a_bad_step_that_only_the_device_knows_of_is_raised_before_state_is_given_away() -> None:
     _, engine = make("Plain", 3)
-    engine._verdict = norm.Verdict(torch.tensor(False))  # what a step with a fused optimizer leaves on CUDA
+    engine._verdict = norm.Verdict(torch.tensor(False), torch.tensor(True))  # what a step with a fused optimizer leaves on CUDA
     for give in (engine.state_dict, lambda: next(engine.full_tensors()), engine.step):
         with pytest.raises(NonFiniteError, match="that step's update was skipped"):
             give()

@@ -2,7 +2,7 @@
 
     step  120/1,000  epoch 0.48  loss 1.8342  lr 1.96e-05  grad 0.913  12,345 tok/s  0:02:10 < 0:15:52
 
-The module offers `last_stats` (`loss`, `grad_norm`, `tokens`: 0-d tensors over all ranks), `lr` and, after a validation,
+The module offers `last_stats` (`loss`, `grad_norm`, `tokens`, ...: 0-d tensors over all ranks), `lr` and, after a validation,
 `last_validation_by_source`. `tokens` are trained tokens of all ranks.
 
 Unusual: on steps that are not logged nothing is read from the device; token counts are summed there. The loss of a line is that of
@@ -64,8 +64,9 @@ class Progress(pl.Callback):
             self._log(step, stats, pl_module.lr)
 
     def _log(self, step: int, stats: Any, lr: float) -> None:
-        values = torch.stack([stats.loss.double(), stats.grad_norm.double(), self._unread_tokens])
-        loss, grad_norm, trained = values.tolist()  # the only wait for the device
+        scale = torch.ones_like(self._unread_tokens) if stats.loss_scale is None else stats.loss_scale
+        values = torch.stack([stats.loss.double(), stats.grad_norm.double(), self._unread_tokens, scale, stats.skipped.double()])
+        loss, grad_norm, trained, loss_scale, skipped = values.tolist()  # the only wait for the device
         now = time.perf_counter()
         self._tokens += round(trained)
         rate = trained / max(now - self._logged_at, 1e-9)
@@ -79,9 +80,10 @@ class Progress(pl.Callback):
             tokens=self._tokens,
             tokens_per_second=round(rate, 1),
             seconds=round(self._seconds(), 3),
+            loss_scale=None if stats.loss_scale is None else loss_scale,
         )
         self.last_row = row
-        print(self._line(row), flush=True)
+        print(self._line(row) + (f"  overflow at loss scale {loss_scale:g}: skipped" if skipped else ""), flush=True)
         self._record(row)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,7 +113,8 @@ class Progress(pl.Callback):
         if self.metrics is not None:
             self.metrics.append(row)
         names = {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm", "tokens_per_second": "train/tokens_per_second"}
-        names |= {"val_loss": "val/loss", "val_perplexity": "val/perplexity", "tokens": "tokens", "epoch": "epoch"}
+        names |= {"val_loss": "val/loss", "val_perplexity": "val/perplexity", "loss_scale": "train/loss_scale"}
+        names |= {"tokens": "tokens", "epoch": "epoch"}
         values = {title: value for name, title in names.items() if (value := getattr(row, name)) is not None}
         for source, loss in row.val_loss_of.items():
             values |= {f"val/{source}/loss": loss, f"val/{source}/perplexity": perplexity(loss)}

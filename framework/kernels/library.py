@@ -9,8 +9,8 @@
 
 Unusual: a library is an ordinary file loaded with ctypes at the first call that wants it, and a missing one is no error. It is looked for
 in $FRAMEWORK_KERNELS_DIR if that is set, else in the installed package (`framework/kernels/lib/`) and, in a checkout, in `build/*/`; the
-one built last is taken. Beside a checkout's `csrc/` a library that was built from other sources is `stale`, which is told wherever kernels are
-described, and which `compiled` refuses.
+one built last is taken. Beside a checkout's `csrc/` a library that was built from other sources is `stale`: this is told wherever kernels
+are described, and `compiled` refuses it.
 """
 
 from __future__ import annotations

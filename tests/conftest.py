@@ -13,6 +13,7 @@ import tempfile
 
 # Before anything imports torch. Many processes share few cores here: two threads each would make all of them several times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_PROC_BIND"] = "false"  # ranks of several tests at once would be kept to the same cores (framework/cores.py)
 os.environ.update(
     {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 )

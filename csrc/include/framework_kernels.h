@@ -45,6 +45,9 @@ FW_API int fw_abi_version(void);
 /* What was built and what is used, for people: "cpu: avx2, built with gcc 12.2" or "cuda: sm_80 sm_90 sm_100 ptx". Static memory. */
 FW_API const char* fw_describe(void);
 
+/* SHA-256 of the sources that the library was built from (csrc/sources.cmake). Static memory. */
+FW_API const char* fw_sources(void);
+
 /* CPU only. "baseline", "avx2", "avx512", or "auto" for the best that this processor has. FW_INVALID: not built, or the processor lacks it. */
 FW_API int fw_choose_isa(const char* name);
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from framework import __version__
 from framework.config.paths import PACKAGE
+from framework.cores import node_of_cores
 from framework.train.run_dir import environment
 
 HELP = """Print versions, GPUs, cores, memory, compiled kernels and the git revision.
@@ -44,6 +45,7 @@ def machine_facts() -> dict[str, Any]:
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "numa_nodes": len(set(node_of_cores().values())) or None,
         "memory_gib": _memory_gib(),
         "torch_built_for_cuda": torch.version.cuda,
         "torch_gpus": [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices],

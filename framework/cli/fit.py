@@ -26,6 +26,7 @@ from framework.checkpoint.open import digest_of, for_export, open_model, tokeniz
 from framework.config.errors import Problem, UserError
 from framework.config.hardware import world_size
 from framework.config.schema import KernelsConfig, RecipeConfig
+from framework.cores import gpu_node, settle
 from framework.data.batches import EvalBatches, StepBatches
 from framework.data.dataset import TokenDataset
 from framework.data.prepare import Prepared, prepare
@@ -76,8 +77,11 @@ def run(recipe: RecipeConfig, run_dir: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_config(recipe.model, pretrained)) if place.local_rank == 0 else None
     prepared = prepare_once(recipe, tokenizer, run_dir, place)
     plan = plan_of(recipe, pretrained, prepared, place.world_size)
+    cores = settle(  # after tokenising, which takes all cores
+        place.local_rank, place.local_world_size, inherited=is_supervised(), gpu_nodes=gpu_nodes(plan.device_type, place.local_world_size)
+    )
     if is_first:
-        introduce(plan, prepared, tokenizer, run_dir)
+        introduce(plan, prepared, tokenizer, run_dir, cores)
 
     remembered = {
         **state_of(plan),
@@ -268,10 +272,18 @@ def facts_of(dataset: TokenDataset, source_of: np.ndarray | None = None) -> Data
     )
 
 
-def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path) -> None:
-    """Print and keep what is about to happen: ledger, plan, one sample as it is trained on."""
+def gpu_nodes(device_type: str, local_ranks: int) -> list[int | None]:
+    """NUMA node of the GPU of each rank of this machine; empty on the CPU, or where a rank sees its own GPU only."""
+    if device_type != "cuda" or torch.cuda.device_count() < local_ranks:
+        return []
+    gpus = [torch.cuda.get_device_properties(index) for index in range(local_ranks)]
+    return [gpu_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) for gpu in gpus]
+
+
+def introduce(plan: Plan, prepared: Prepared, tokenizer: Any, run_dir: Path, cores: str) -> None:
+    """Print and keep what is about to happen: ledger, plan, this rank's cores, one sample as it is trained on."""
     (run_dir / LEDGER).write_text(json.dumps(prepared.ledger.to_json(), indent=2) + "\n")
-    text = page(plan, prepared)
+    text = f"{page(plan, prepared)}\n\ncores of this rank: {cores}, {torch.get_num_threads()} threads"
     (run_dir / PLAN).write_text(text + "\n")
     print(f"\n{text}\n\n{render_sample(tokenizer, prepared.train[0])}\n", flush=True)
 

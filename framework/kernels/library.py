@@ -9,13 +9,15 @@
 
 Unusual: a library is an ordinary file loaded with ctypes at the first call that wants it, and a missing one is no error. It is looked for
 in $FRAMEWORK_KERNELS_DIR if that is set, else in the installed package (`framework/kernels/lib/`) and, in a checkout, in `build/*/`; the
-one built last is taken.
+one built last is taken. Beside a checkout's `csrc/` a library that was built from other sources is `stale`: this is told wherever kernels
+are described, and `compiled` refuses it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -47,6 +49,7 @@ MEANINGS = {
     700: "an illegal memory access on the GPU, perhaps by an earlier kernel",
     716: "a misaligned address on the GPU, perhaps by an earlier kernel",
 }
+CHECKOUT = Path(__file__).parents[2]
 HOW_TO_BUILD = "Build the kernels with `pip install .` (csrc/README.md), or use kernels=auto."
 
 
@@ -63,16 +66,26 @@ class Library:
         self._handle = ctypes.CDLL(str(path))
         self._functions: dict[str, Any] = {}
         self._threads = 0
+        self.stale: str | None = None
+        """What to do about a library of other sources than those at hand; None: it is of these, or none are at hand (a wheel)."""
         version = self._handle.fw_abi_version() if self.has("fw_abi_version") else None
         if version != ABI_VERSION:
             raise KernelError(f"{path} has ABI version {version}, and this installation needs {ABI_VERSION}. Build it again: pip install .")
 
     @property
     def description(self) -> str:
-        """What was built, and on the CPU which instruction set is used."""
-        describe = self._handle.fw_describe
-        describe.restype = ctypes.c_char_p
-        return describe().decode()
+        """What was built, on the CPU which instruction set is used, and whether that is old."""
+        return self._text("fw_describe") + (f"; STALE, {self.stale}" if self.stale else "")
+
+    @property
+    def sources(self) -> str | None:
+        """The hash of what it was built from; None for a library from before there was one."""
+        return self._text("fw_sources") if self.has("fw_sources") else None
+
+    def _text(self, function: str) -> str:
+        found = getattr(self._handle, function)
+        found.restype = ctypes.c_char_p
+        return found().decode()
 
     def has(self, function: str) -> bool:
         """Whether the library exports `function`."""
@@ -137,7 +150,7 @@ def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) 
     unknown = None  # a tensor whose dtype the kernels do not know
     if not {tensor.dtype for tensor in given} <= KNOWN_DTYPES:
         unknown = next((name for name, tensor in named.items() if tensor is not None and _is_unknown(tensor.dtype)), None)
-    if unknown is None and not isinstance(library, str) and library.has(function):
+    if unknown is None and not isinstance(library, str) and library.has(function) and not (library.stale and _mode == "compiled"):
         return library
     if _mode == "auto":
         return None
@@ -145,6 +158,8 @@ def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) 
         why_not = library
     elif not library.has(function):
         why_not = f"{library.path} does not have it"
+    elif library.stale:
+        why_not = f"{library.path} is {library.stale}"
     else:
         why_not = f"{unknown} is {named[unknown].dtype}, and the kernels know {', '.join(map(str, DTYPE_CODES))}"
     raise KernelError(f"kernels=compiled, but {function} cannot be used: {why_not}. {HOW_TO_BUILD}")
@@ -177,11 +192,13 @@ def status() -> dict[str, str]:
 
 
 def missing(device_type: str, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why there are no kernels for tensors of `dtype` on `cpu` or `cuda`; None if there are."""
+    """Why there are no kernels for tensors of `dtype` on `cpu` or `cuda`, which under `compiled` stale ones are not; None if there are."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels do not compute in {str(dtype).removeprefix('torch.')}"
     library = _load(device_type)
-    return library if isinstance(library, str) else None
+    if isinstance(library, str):
+        return library
+    return f"{library.path} is {library.stale}" if library.stale and _mode == "compiled" else None
 
 
 def used_on(device_type: str, dtype: torch.dtype = torch.float32) -> str:
@@ -216,9 +233,8 @@ def candidates(name: str) -> list[Path]:
 
     # In an editable install the package has two folders: the checkout, and the one among the installed packages where the libraries are.
     folders = [Path(folder) / "lib" for folder in framework.kernels.__path__]
-    checkout = Path(__file__).parents[2]
-    if (checkout / "csrc" / "CMakeLists.txt").is_file():
-        folders += sorted((checkout / "build").glob("*"))
+    if (CHECKOUT / "csrc" / "CMakeLists.txt").is_file():
+        folders += sorted((CHECKOUT / "build").glob("*"))
     found = {(folder / file_name).resolve() for folder in folders if (folder / file_name).is_file()}
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
@@ -238,11 +254,31 @@ def _try_to_load(name: str) -> Library | str:
         return f"no libframework_{name} was found" + (f" in FRAMEWORK_KERNELS_DIR={where}" if where else " (it was not built)")
     try:
         library = Library(name, paths[0])
+        library.stale = _why_stale(library)
         if name == "cuda" and torch.cuda.is_available():
             _try_to_launch(library)
         return library
     except (OSError, KernelError) as error:
         return f"{paths[0]} cannot be used: {error}"
+
+
+def sources_at_hand(name: str) -> str | None:
+    """What `Library.sources` of a fresh build would be; None where the kernels' sources are not beside the package."""
+    csrc = CHECKOUT / "csrc"
+    if not (csrc / "CMakeLists.txt").is_file():
+        return None
+    patterns = ("include/*.h", f"{name}/*.h", f"{name}/*.cpp", f"{name}/*.cu", "CMakeLists.txt")
+    files = sorted(path.relative_to(csrc).as_posix() for pattern in patterns for path in csrc.glob(pattern))
+    listing = "".join(f"{hashlib.sha256((csrc / file).read_bytes()).hexdigest()}  {file}\n" for file in files)
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def _why_stale(library: Library) -> str | None:
+    if sources_at_hand(library.name) in (None, library.sources):
+        return None
+    folder = library.path.parent
+    command = f"cmake --build {folder}" if (folder / "CMakeCache.txt").is_file() else f"pip install -e {CHECKOUT}"
+    return f"not built from the sources in {CHECKOUT / 'csrc'}. Build it again: {command}"
 
 
 def _try_to_launch(library: Library) -> None:

@@ -1,7 +1,7 @@
 """Argument types of the compiled functions, for ctypes. tests/kernels/test_library.py compares this table with the header.
 
 One letter per argument: p pointer (an address, None, a ctypes array or `byref`), i int, q int64, f float, d double, s bytes.
-All return int, except what `fw_describe` says.
+All return int, except `fw_describe` and `fw_sources`, which return text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ TYPES = {
 SIGNATURES = {
     "fw_abi_version": "",
     "fw_describe": "",
+    "fw_sources": "",
     "fw_choose_isa": "s",
     "fw_set_threads": "i",
     "fw_adamw": "pppppi" + "ppq" + "ddd" + "pp",

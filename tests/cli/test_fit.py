@@ -186,6 +186,7 @@ def test_a_run_leaves_everything_behind_and_transformers_loads_its_export(ranks,
     ranks(2, fit, exact, run_dir, timeout=120)
     assert {path.name for path in run_dir.iterdir()} >= {METRICS, PLAN, LEDGER, PLOT, EXPORT, "config.yaml", "summary.json"}
     assert not (run_dir / "tokens").exists()
+    assert "cores of this rank: " in (run_dir / PLAN).read_text()
     assert (read_summary(run_dir)["ended"], read_summary(run_dir)["steps"]) == ("done", STEPS)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run_dir / EXPORT), AutoTokenizer.from_pretrained(run_dir / EXPORT)
     assert tokenizer.chat_template == CHATML

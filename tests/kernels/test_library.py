@@ -123,6 +123,52 @@ def test_a_file_that_is_no_library_is_passed_over_with_a_reason(nothing_loaded, 
     assert "cannot be used" in kernels.status()["kernels_cpu"]
 
 
+@pytest.fixture
+def checkout(nothing_loaded, monkeypatch, tmp_path, cpu_library):
+    """A checkout of its own whose library was just built."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    (tmp_path / "build" / "kernels").mkdir(parents=True)
+    shutil.copy(cpu_library.path, tmp_path / "build" / "kernels")
+    monkeypatch.setattr(kernels, "CHECKOUT", tmp_path)
+    monkeypatch.setenv("FRAMEWORK_KERNELS_DIR", str(tmp_path / "build" / "kernels"))
+    return tmp_path
+
+
+def test_a_library_knows_the_sources_that_it_was_built_from(checkout, cpu_library):
+    assert cpu_library.sources == kernels.sources_at_hand("cpu")
+    assert "STALE" not in kernels.status()["kernels_cpu"]
+
+
+@pytest.mark.parametrize("changed", ["cpu/flat_loops.h", "include/framework_kernels.h", "cpu/new.h", "CMakeLists.txt"])
+def test_a_library_older_than_the_sources_beside_it_is_told_and_not_taken_for_compiled(checkout, changed):
+    with open(checkout / "csrc" / changed, "a") as file:
+        file.write("\n")
+    said = f"not built from the sources in {checkout / 'csrc'}. Build it again: pip install -e {checkout}"
+    assert said in kernels.status()["kernels_cpu"] and said in kernels.used_on("cpu")
+    assert library_for("fw_cast", torch.empty(3)) is not None and kernels.missing("cpu") is None  # auto: the same functions as ever
+    kernels.choose("compiled")
+    assert said in kernels.missing("cpu")
+    with pytest.raises(KernelError, match="kernels=compiled, but fw_cast cannot be used: .*not built from the sources in"):
+        library_for("fw_cast", torch.empty(3))
+
+
+def test_a_folder_that_cmake_built_is_built_again_by_cmake(checkout):
+    (checkout / "build" / "kernels" / "CMakeCache.txt").touch()
+    (checkout / "csrc" / "cpu" / "loops.cpp").unlink()
+    assert f"Build it again: cmake --build {checkout / 'build' / 'kernels'}" in kernels.status()["kernels_cpu"]
+
+
+def test_other_files_do_not_make_a_library_old(checkout):
+    for other in ("README.md", "cuda/adamw.cu", "emulator/fiber.cpp"):
+        (checkout / "csrc" / other).unlink()
+    assert "STALE" not in kernels.status()["kernels_cpu"]
+
+
+def test_without_sources_beside_the_package_nothing_is_compared(checkout):
+    shutil.rmtree(checkout / "csrc")
+    assert kernels.sources_at_hand("cpu") is None and "STALE" not in kernels.status()["kernels_cpu"]
+
+
 def test_the_mode_decides(cpu_library):
     with kernels.substitute("cpu", cpu_library):
         try:

@@ -206,6 +206,8 @@ def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
 
     state.load_optimizer(engine, [{} for _ in engine.optimizer.param_groups], of_piece)
     engine.steps_done = checkpoint.step
+    if engine.scaler is not None and (scaler := checkpoint.index.get("loss_scaler")) is not None:
+        engine.scaler.load_state_dict(scaler)
 
 
 def _scalar(stored: Any) -> Any:

@@ -248,6 +248,7 @@ def _index(engine: ZeroEngine, token: str, run: dict[str, Any]) -> dict[str, Any
             }
             for buffer in engine.trained
         ],
+        "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
         "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
         "run": run,
     }

@@ -26,7 +26,7 @@ from framework.cli import checkpoint as checkpoint_command
 from framework.cli.fit import dashboard_run, plan_of, preview
 from framework.cli.launch import launch
 from framework.config.errors import UserError
-from framework.config.schema import CheckpointConfig, PeftConfig, PrecisionConfig, RecipeConfig, RopeScaling, ZeroConfig
+from framework.config.schema import CheckpointConfig, OffloadConfig, PeftConfig, PrecisionConfig, RecipeConfig, RopeScaling, ZeroConfig
 from framework.config.typed import to_dict
 from framework.data.prepare import prepare
 from framework.models.tokenizer import load_tokenizer
@@ -78,6 +78,20 @@ def test_p16_a_resumed_run_ends_with_the_same_bits(ranks, full, tmp_path, world_
         assert logged(again) == logged(whole)
         assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
         assert read_summary(again)["steps"] == STEPS == read_summary(again)["checkpoint_step"]
+
+
+def test_p16_offloaded_state_and_the_loss_scale_go_on(ranks, full, tmp_path):
+    settings = {
+        "zero": ZeroConfig(stage=3),
+        "offload": OffloadConfig(optimizer="cpu", params="cpu"),
+        "precision": PrecisionConfig(compute_dtype="float16", initial_loss_scale=2.0**20, loss_scale_window=2),
+    }
+    whole = run(ranks, 2, full, tmp_path / "whole", **settings)
+    scales = [row.loss_scale for row in logged(whole) if row.loss_scale]
+    assert len(set(scales)) > 2, "it is on its way"
+    again = run(ranks, 2, full, tmp_path / "again", **settings, resume=str(step_folder(whole, 4)))
+    assert logged(again) == logged(whole)
+    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
 
 
 def test_p16_a_run_that_was_killed_inside_an_accumulation_ends_with_the_same_bits(ranks, full, tmp_path, monkeypatch):

@@ -10,12 +10,11 @@ import torch
 
 import framework.kernels.library as kernels
 from framework.kernels.signatures import SIGNATURES
+from tests.kernels.test_sanitizers import WITHOUT_A_KERNEL
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 import cuda_kernels
-
-WITHOUT_A_KERNEL = {"fw_abi_version", "fw_describe", "fw_sources", "fw_choose_isa", "fw_set_threads", "fw_move_like_adamw"}
 
 
 def test_every_function_of_the_library_is_timed_beside_its_floor(emulated_library, monkeypatch):

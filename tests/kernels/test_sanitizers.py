@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
 
-from tests.kernels.emulated import build
+from framework.kernels.signatures import SIGNATURES
+from tests.kernels.emulated import HERE, build
+
+WITHOUT_A_KERNEL = {"fw_abi_version", "fw_describe", "fw_sources", "fw_choose_isa", "fw_set_threads", "fw_move_like_adamw"}
 
 # Fault: which build reports it, and how.
 CAUGHT = {
@@ -33,6 +37,11 @@ def run(variant: str, *arguments: str) -> tuple[int, str]:
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer of this compiler does not start on this kernel (vm.mmap_rnd_bits)")
     return done.returncode, done.stdout + done.stderr
+
+
+def test_the_program_for_the_sanitizers_calls_every_function_with_a_kernel():
+    called = set(re.findall(r"RUN\((fw_\w+)\(", (HERE / "every_kernel.cpp").read_text()))
+    assert called == SIGNATURES.keys() - WITHOUT_A_KERNEL
 
 
 @pytest.mark.parametrize("variant", ["asan", "tsan"])

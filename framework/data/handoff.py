@@ -39,9 +39,7 @@ def take_over(folder: Path) -> Any:
             return _Reader(file).load()
         except FileNotFoundError as error:  # not "not yet", for which a caller would wait
             got = f"{error.filename}, which was removed while the run started"
-            raise UserError(
-                Problem(path="data.cache_dir", got=got, expected="a folder that is left alone", fix="the same command")
-            ) from error
+            raise UserError(Problem(path="data.cache_dir", got=got, expected="a folder that is left alone meanwhile")) from error
 
 
 class _Writer(pickle.Pickler):

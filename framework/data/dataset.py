@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -74,8 +75,9 @@ class TokenDataset:
     def _document_lengths(self, start: int, stop: int) -> tuple[int, ...] | None:
         if not self.is_packed:
             return None
-        first, last = np.searchsorted(self.document_offsets, [start, stop])
-        return tuple(np.diff(self.document_offsets[first : last + 1]).tolist())
+        first, last = self.document_offsets.searchsorted(start), self.document_offsets.searchsorted(stop)
+        offsets = self.document_offsets[first : last + 1].tolist()
+        return tuple(end - begin for begin, end in pairwise(offsets))
 
     @property
     def lengths(self) -> np.ndarray:

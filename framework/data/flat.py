@@ -103,14 +103,12 @@ class Gathered(FlatArray):
     def read(self, start: int, stop: int) -> np.ndarray:
         if start == stop:
             return self.base.read(0, 0)
-        starts, offsets = self.segments.starts, self.segments.offsets
-        first = int(np.searchsorted(offsets, start, side="right")) - 1
+        offsets = self.segments.offsets
+        first, last = int(offsets.searchsorted(start, side="right")) - 1, int(offsets.searchsorted(stop))
+        places = zip(self.segments.starts[first:last].tolist(), offsets[first:last].tolist(), strict=True)
         parts = []
-        while start < stop:
-            end = min(stop, int(offsets[first + 1]))
-            at = int(starts[first]) + start - int(offsets[first])
-            parts.append(self.base.read(at, at + end - start))
-            start, first = end, first + 1
+        for (at, begin), end in zip(places, offsets[first + 1 : last + 1].tolist(), strict=True):
+            parts.append(self.base.read(at + max(start - begin, 0), at + min(stop, end) - begin))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def identify(self, into: Hash) -> None:
@@ -162,7 +160,7 @@ class AllButFirst(FlatArray):
         return int(self.offsets[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        first, last = np.searchsorted(self.offsets, [start, stop])
+        first, last = self.offsets.searchsorted(start), self.offsets.searchsorted(stop)
         mask = np.ones(stop - start, dtype=bool)
         mask[self.offsets[first:last] - start] = False
         return mask

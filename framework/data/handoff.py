@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from framework.config.errors import Problem, UserError
+
 OBJECTS = "objects.pickle"
 SMALL_BYTES = 1 << 12
 """Smaller arrays stay within the pickle."""
@@ -33,7 +35,11 @@ def hand_over(value: Any, folder: Path) -> None:
 def take_over(folder: Path) -> Any:
     """What `hand_over` has written; FileNotFoundError where it has not, yet. A folder of one's own: a pickle may run anything."""
     with (folder / OBJECTS).open("rb") as file:
-        return _Reader(file, folder).load()
+        try:
+            return _Reader(file).load()
+        except FileNotFoundError as error:  # not "not yet", for which a caller would wait
+            got = f"{error.filename}, which was removed while the run started"
+            raise UserError(Problem(path="data.cache_dir", got=got, expected="a folder that is left alone meanwhile")) from error
 
 
 class _Writer(pickle.Pickler):
@@ -57,7 +63,7 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, file: Any, folder: Path) -> None:
+    def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.known: dict[tuple, np.ndarray] = {}
 

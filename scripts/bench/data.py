@@ -4,8 +4,9 @@
     python scripts/bench/data.py --rows 10_000_000    memory with so many rows
     python scripts/bench/data.py --quick              whether it works, in seconds
 
-Memory is looked at in a process of its own for each number of rows: its own memory (what the system calls anonymous), a hundred times a
-second. Pages of mapped files that happen to be in memory are the system's cache, and are given back when somebody needs them.
+Seconds are those of a core in use: what else a shared machine does is not in them. Memory is looked at in a process of its own for each
+number of rows: its own memory (what the system calls anonymous), a hundred times a second. Pages of mapped files that happen to be in
+memory are the system's cache, and are given back when somebody needs them.
 """
 
 from __future__ import annotations
@@ -110,21 +111,21 @@ def preparing(folder: Path, tokenizer, megabytes: float) -> dict[str, float]:
     def ours() -> Prepared:
         return prepare(config, tokenizer, seed=0, show_progress=False)
 
-    began = time.perf_counter()
+    began = time.process_time()
     prepared = ours()
-    first = time.perf_counter() - began
-    began = time.perf_counter()
+    first = time.process_time() - began
+    began = time.process_time()
     ours()
-    again = time.perf_counter() - began
+    again = time.process_time() - began
 
     def encode(batch: dict) -> dict:
         return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in tokenizer(batch["text"], verbose=False)["input_ids"]]}
 
     datasets.disable_progress_bars()
-    began = time.perf_counter()
+    began = time.process_time()
     read = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(folder / "datasets"))
     mapped = read.map(encode, batched=True, batch_size=64, remove_columns=["text"])
-    theirs = time.perf_counter() - began
+    theirs = time.process_time() - began
     tokens = prepared.train.trained_tokens + 1
     assert tokens == sum(map(len, mapped["input_ids"])), "both have the same tokens"
     return {"tokens": tokens, "ours_per_s": tokens / first, "datasets_per_s": tokens / theirs, "later_start_s": again}
@@ -135,9 +136,9 @@ def packing(samples: int) -> list[dict[str, float]]:
     rows = []
     for max_tokens in (1024, 4096):
         lengths = np.random.default_rng(0).lognormal(5.0, 1.0, samples).astype(np.int64).clip(2, max_tokens)
-        began = time.perf_counter()
+        began = time.process_time()
         packs = int(best_fit(lengths, max_tokens).max()) + 1
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         simple = first_fit(lengths[:20_000], max_tokens)
         rows.append(
             {
@@ -174,11 +175,11 @@ def batches(folder: Path, tokenizer, samples: int) -> dict[str, float]:
     times, tokens = [], []
     iterator = iter(steps)
     while True:
-        began = time.perf_counter()
+        began = time.process_time()
         step = next(iterator, None)
         if step is None:
             break
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
         tokens.append(sum(micro["input_ids"].numel() for micro in step))
     tokens_per_step = int(np.median(tokens))
     step_ms = 6 * PARAMETERS * tokens_per_step / FLOPS_PER_SECOND * 1e3
@@ -207,9 +208,9 @@ def memory_of(path: str, cache: str) -> dict[str, float]:
     import torch  # noqa: F401  not a part of what is measured
 
     with peak_of_own_memory() as peak:
-        began = time.perf_counter()
+        began = time.process_time()
         data = prepare(config, tokenizer, seed=0, show_progress=False)
-        preparing_s, preparing_bytes = time.perf_counter() - began, peak["bytes"]
+        preparing_s, preparing_bytes = time.process_time() - began, peak["bytes"]
         steps = iter(StepBatches(data.train, micro_batch_size=8, accumulate=1))
         for _, _ in zip(range(100), steps, strict=False):
             pass

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 
+import framework.data.plain
+import framework.data.read_texts
 import framework.data.source_tokens
+import framework.data.tokenize
 from framework.config.errors import UserError
 from framework.config.schema import DataConfig, SourceConfig
+from framework.data.batches import StepBatches
 from framework.data.files import short_names
 from framework.data.prepare import Prepared, prepare
 from framework.data.tokenize import encode_rows
 from framework.data.turns import Conversation, Turn
-from tests.data.templates import chat
+from tests.data.templates import CHATML, chat
 
 
 def run(tokenizer, path, seed=0, **options):
@@ -165,6 +170,41 @@ def test_p4_documents_are_joined_with_separators_and_chunked_without_loss(chatml
     assert prepared.train.trained_tokens == len(stream) - 1
     (counts,) = prepared.ledger.sources
     assert (counts.read, counts.kept, counts.dropped["empty text"], counts.samples) == (4, 3, 1, len(samples))
+
+
+def test_p4_a_folder_of_files_of_all_kinds_is_one_stream_in_their_order_and_can_be_resumed_anywhere(chatml, tmp_path, monkeypatch):
+    """Through the cache, the longest document in many pieces. An epoch from step k on is the rest of that epoch."""
+    for module, name, characters in (
+        (framework.data.plain, "CHARACTERS_AT_ONCE", 200), (framework.data.plain, "AROUND_A_CUT", 60),
+        (framework.data.tokenize, "CHARACTERS_AT_ONCE", 200), (framework.data.read_texts, "DOCUMENT_CHARACTERS", 150),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, characters)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = [f"{name} the user asks. hello world " * times for name, times in (("a", 1), ("b", 2), ("c", 40), ("d", 3), ("e", 1))]
+    (folder / "1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
+    (folder / "2.txt").write_text(texts[2])
+    (folder / "3.csv").write_text(f"text\n{texts[3]}\n")
+    (folder / "4.txt.gz").write_bytes(gzip.compress(texts[4].encode()))
+    data = run(chatml, str(folder), max_tokens=16).train
+    stream = sum(([*chatml(text, add_special_tokens=False).input_ids, chatml.eos_token_id] for text in texts), [])
+    samples = [data[i].input_ids for i in range(len(data))]
+    assert np.concatenate([samples[0], *(sample[1:] for sample in samples[1:])]).tolist() == stream
+
+    def steps(first_step):
+        return [
+            step[0]["input_ids"].tolist() for step in StepBatches(data, micro_batch_size=3, accumulate=1, seed=1, first_step=first_step)
+        ]
+
+    assert all(steps(k) == steps(0)[k:] for k in range(1, len(data) // 3, 4)) and steps(0) != sorted(steps(0))
+
+
+def test_a_tokenizer_without_eos_and_pad_will_do_for_conversations_and_is_refused_for_documents(tokenizer_with, write_jsonl):
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.eos_token = tokenizer.pad_token = None
+    assert len(run(tokenizer, write_jsonl([chat("hi", "hello")])).train) == 1
+    with pytest.raises(UserError, match="got a tokenizer without an end-of-sequence token\n    expected one, to separate documents"):
+        run(tokenizer, write_jsonl([{"text": "hello"}], "text.jsonl"))
 
 
 def test_packed_conversations_are_the_same_ones_in_fewer_samples(chatml, write_jsonl):

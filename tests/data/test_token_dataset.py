@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from framework.config.errors import UserError
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
 from framework.data.handoff import hand_over, take_over
 from framework.data.mix import joined
@@ -130,4 +131,7 @@ def test_what_one_process_hands_over_another_maps_and_an_unfinished_folder_is_re
     hand_over([joined([rows, rows]), rows], tmp_path / "data")
     both, one = take_over(tmp_path / "data")
     assert listed(both) == listed(rows) * 2 and listed(one) == listed(rows)
+    with pytest.raises(UserError, match="1.bin, which was removed while the run started"):
+        (tmp_path / "data" / "1.bin").unlink()
+        take_over(tmp_path / "data")
     assert isinstance(one.ids.array, np.memmap) and one.ids.array is both.ids.parts[0].array, "one map, however often it is used"

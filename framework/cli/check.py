@@ -51,7 +51,7 @@ def check_everything(recipe: RecipeConfig) -> list[Problem]:
 
 def check_inputs(recipe: RecipeConfig) -> list[Problem]:
     """Problems with the files and models that the recipe names; reads the first rows of the data."""
-    from framework.data.prompts import read_prompts
+    from framework.data.prompts import peek_prompts
     from framework.data.sources import peek
     from framework.models.locate import check_adapter_path, check_path
     from framework.train.loggers import check_logger
@@ -64,12 +64,7 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
     if recipe.peft.path is not None:
         problems += check_adapter_path(recipe.peft.path, "peft.path")
-    problems += peek(recipe.data)
-    if recipe.eval.prompts is not None:
-        try:
-            read_prompts(recipe.eval.prompts)
-        except UserError as error:
-            problems += error.problems
+    problems += peek(recipe.data) + peek_prompts(recipe.eval.prompts)
     return problems + check_logger(recipe.logger) + check_checkpoint(recipe)
 
 

@@ -26,6 +26,7 @@ def evaluate(model: str, tasks: str, limit: int | None, settings: Sequence[str])
     source, names = _checked(model, tasks, limit, settings)
     with loading_libraries():
         import lm_eval
+        import torch
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
 
@@ -33,14 +34,22 @@ def evaluate(model: str, tasks: str, limit: int | None, settings: Sequence[str])
     if unknown:
         raise UserError(Problem(path="--tasks", got=", ".join(unknown), expected="tasks of lm-eval (`lm-eval ls tasks` lists them)"))
     with tempfile.TemporaryDirectory(prefix="framework-eval-") as scratch:
-        results = lm_eval.simple_evaluate(**arguments(as_folder(source, Path(scratch) / "model"), names, limit))
+        folder = as_folder(source, Path(scratch) / "model")
+        results = lm_eval.simple_evaluate(**arguments(folder, names, limit, "cuda" if torch.cuda.is_available() else "cpu"))
     print(make_table(results))
     return results["results"]
 
 
-def arguments(folder: str, tasks: list[str], limit: int | None) -> dict[str, Any]:
-    """Of `lm_eval.simple_evaluate`."""
-    return {"model": "hf", "model_args": {"pretrained": folder, "dtype": "auto"}, "tasks": tasks, "limit": limit, "batch_size": "auto"}
+def arguments(folder: str, tasks: list[str], limit: int | None, device: str) -> dict[str, Any]:
+    """Of `lm_eval.simple_evaluate`. Its batches are as large as fit on a GPU; on a CPU larger ones would gain nothing."""
+    return {
+        "model": "hf",
+        "model_args": {"pretrained": folder, "dtype": "auto"},
+        "tasks": tasks,
+        "limit": limit,
+        "device": device,  # it would take CUDA for granted
+        "batch_size": "auto" if device == "cuda" else 1,
+    }
 
 
 def _checked(model: str, tasks: str, limit: int | None, settings: Sequence[str]) -> tuple[Source, list[str]]:

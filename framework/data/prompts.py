@@ -46,6 +46,16 @@ def read_prompts(prompts: str | list[str]) -> list[Question]:
     return found
 
 
+def peek_prompts(prompts: str | list[str] | None) -> list[Problem]:
+    """What is wrong with them, without a tokenizer."""
+    try:
+        if prompts is not None:
+            read_prompts(prompts)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
 def encode_prompts(found: list[Question], tokenizer: Any, *, as_turns: bool, longest: int) -> list[Prompt]:
     """`as_turns`: a plain text is what a user says, through the chat template. Raises UserError for one of `longest` tokens or more."""
     template, encoded, problems = ToolTemplate(tokenizer), [], []

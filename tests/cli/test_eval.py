@@ -130,11 +130,12 @@ def test_the_harness_gets_a_folder_that_transformers_reads(trained, lora, ranks,
     adapted = run(ranks, 1, lora, tmp_path / "run", steps=1)
     folder = harness.as_folder(find_source(str(adapted / EXPORT)), tmp_path / "new")
     assert folder == str(tmp_path / "new") and (tmp_path / "new" / "model.safetensors").is_file()
-    assert harness.arguments(folder, ["hellaswag"], 10) == {
+    assert harness.arguments(folder, ["hellaswag"], 10, "cuda") == {
         "model": "hf",
         "model_args": {"pretrained": folder, "dtype": "auto"},
         "tasks": ["hellaswag"],
         "limit": 10,
+        "device": "cuda",
         "batch_size": "auto",
     }
     with pytest.raises(UserError, match="MODEL: got .*nowhere"):

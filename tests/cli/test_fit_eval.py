@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from framework.checkpoint.folder import checkpoints, finished_run, step_folder
+from framework.checkpoint.folder import checkpoints, resolve, step_folder
 from framework.config.schema import CheckpointConfig, EvalConfig, PeftConfig, RecipeConfig, SourceConfig, ZeroConfig
 from framework.data.prepare import prepare
 from framework.models.generate import generate, load_for_generation
@@ -135,7 +135,7 @@ def test_a_run_that_learns_no_more_ends_early_and_one_that_goes_on_from_it_goes_
     assert (summary["ended"], summary["steps"]) == ("early", 4), "the first validation is the best, three more are not better"
     assert summary["reason"].startswith("3 validations in a row without a loss by 100 below ")
     assert (first / EXPORT / "config.json").is_file()
-    assert finished_run(tmp_path, "tiny") == first, "it is done: resume=auto starts anew"
+    assert resolve("auto", tmp_path, "tiny") is None, "it is done: resume=auto starts anew"
 
     second = run(ranks, 1, recipe, tmp_path / "tiny" / "second", steps=9, resume=str(step_folder(first, 3)), **changes)
     assert (read_summary(second)["ended"], read_summary(second)["steps"]) == ("early", 4)

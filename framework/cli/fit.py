@@ -31,8 +31,9 @@ from framework.data.prepare import Prepared, prepare
 from framework.data.show import render_sample
 from framework.kernels.library import choose, missing
 from framework.models.adapter import open_adapter
-from framework.models.lora import AdapterReader, Read
+from framework.models.lora import AdapterReader
 from framework.models.pretrained import Pretrained, open_pretrained
+from framework.models.quantized import Read
 from framework.models.selection import check_selection
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe

@@ -1,6 +1,7 @@
 """`framework export MODEL OUT`: a Hugging Face folder of a trained or pretrained model, tensor by tensor.
 
 MODEL is whatever `generate` takes. An adapter becomes one whole model with `--merge`; without, it is refused, for it is a folder already.
+It is merged into the original weights in floating point, also where it was trained over quantised ones (QLoRA).
 """
 
 from __future__ import annotations

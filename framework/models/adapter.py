@@ -100,7 +100,8 @@ def open_adapter(config: PeftConfig, architecture: LlamaConfig) -> Adapter:
 
 
 class AdaptedModel:
-    """A pretrained model with an adapter merged into its weights: `Pretrained`."""
+    """A pretrained model with an adapter merged into its weights: `Pretrained`. They are those of the original model, also where the
+    adapter was trained over what quantising left of them (QLoRA): the two answer alike, not to the last digit."""
 
     def __init__(self, folder: Path) -> None:
         self.adapter = Adapter(folder)

@@ -1,7 +1,8 @@
 """`framework export MODEL OUT`: a folder for others of whatever MODEL leads to, tensor by tensor, on one process.
 
 MODEL is whatever `generate` takes: a run, a checkpoint of it, one of DeepSpeed or torch, a Hugging Face folder, ... The adapter that a
-checkpoint holds becomes an adapter folder, or with `--merge` one whole model; an adapter folder is one already, so it needs `--merge`.
+checkpoint holds becomes an adapter folder, or with `--merge` one whole model; an adapter folder is one already, so it needs `--merge`. It is
+merged into the original weights in floating point, also where it was trained over quantised ones (QLoRA).
 """
 
 from __future__ import annotations

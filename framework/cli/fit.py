@@ -36,8 +36,9 @@ from framework.data.sources import holds_conversations
 from framework.kernels.library import choose, missing
 from framework.models.adapter import open_adapter
 from framework.models.generate import inference_stop_ids
-from framework.models.lora import AdapterReader, Read
+from framework.models.lora import AdapterReader
 from framework.models.pretrained import Pretrained
+from framework.models.quantized import Read
 from framework.models.selection import check_selection
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe

@@ -110,7 +110,8 @@ class LoraTensors(Protocol):
 
 
 class AdaptedModel:
-    """A pretrained model with an adapter merged into its weights: `Pretrained`."""
+    """A pretrained model with an adapter merged into its weights: `Pretrained`. They are those of the original model, also where the
+    adapter was trained over what quantising left of them (QLoRA): the two answer alike, not to the last digit."""
 
     def __init__(self, adapter: LoraTensors, base: Pretrained, tokenizer: ModelConfig, generation_config: dict) -> None:
         self.adapter, self.base, self.config = adapter, base, base.config

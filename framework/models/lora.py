@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -34,7 +33,6 @@ from framework.models.quantized import QuantizedLinear, QuantizedReader
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
 """Has no adapter: the loss reads its weight without calling it."""
-Read = Callable[[str, int, int], Tensor]
 
 
 def scaling(config: PeftConfig) -> float:

@@ -13,14 +13,14 @@ embedding.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, PeftConfig, RecipeConfig
+from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Llama
@@ -39,16 +39,19 @@ class Settings:
 
 
 def trained_shapes(architecture: LlamaConfig, model: ModelConfig, peft: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter that a recipe trains, in module order. Raises UserError for a pattern that means none, or where none is left."""
+    """Every parameter that a recipe trains, in module order. Raises UserError for patterns that mean none, or where none is left."""
     if peft.method != "none":
         return adapter_shapes(architecture, peft)
     shapes = parameter_shapes(architecture)
-    frozen = _not_in_last_blocks(architecture, model.train_last_n_blocks, shapes)
+    frozen, problems = _not_in_last_blocks(architecture, model.train_last_n_blocks, shapes), []
     for index, pattern in enumerate(model.freeze):
-        found = _meant(pattern, shapes, architecture)
+        frozen |= (found := _meant(pattern, shapes, architecture))
         if not found:
-            raise UserError(_unknown(f"model.freeze[{index}]", pattern, shapes, architecture, "parameter of this model"))
-        frozen |= found
+            got, (expected, near) = f"{pattern}, which is no parameter of this model", _names(pattern, shapes, architecture)
+            fix = f"model.freeze=[{','.join([*model.freeze[:index], near, *model.freeze[index + 1 :]])}]" if near else ""
+            problems.append(Problem(path=f"model.freeze[{index}]", got=got, expected=expected, fix=fix))
+    if problems:
+        raise UserError(*problems)
     if len(frozen) == len(shapes):
         setting = "model.freeze" if model.freeze else "model.train_last_n_blocks"
         raise UserError(Problem(path=setting, got="every parameter of the model", expected="at least one that is trained"))
@@ -77,17 +80,24 @@ def choose_trained(model: Llama, config: ModelConfig, peft: PeftConfig) -> None:
 
 
 def settings_of(shapes: Shapes, architecture: LlamaConfig, optimizer: OptimizerConfig) -> dict[str, Settings]:
-    """Of every trained parameter (`shapes`), in module order. Raises UserError for a pattern that means none of them.
+    """Of every trained parameter (`shapes`), in module order. Raises UserError for groups that no parameter would be in.
 
     The first of `optimizer.groups` that means a parameter holds, its factor on top of the decay over blocks; else matrices decay, and
     norms and biases do not.
     """
-    meant = {}
+    meant: dict[str, ParameterGroupConfig] = {}
+    problems = []
     for index, group in enumerate(optimizer.groups):
-        found = _meant(group.pattern, shapes, architecture)
+        where, found = f"optimizer.groups[{index}].pattern", _meant(group.pattern, shapes, architecture)
         if not found:
-            raise UserError(_unknown(f"optimizer.groups[{index}].pattern", group.pattern, shapes, architecture, "trained parameter"))
+            got, (expected, near) = f"{group.pattern}, which is no trained parameter", _names(group.pattern, shapes, architecture)
+            problems.append(Problem(path=where, got=got, expected=expected, fix=near and f"optimizer.groups=[{{pattern: {near}}}]"))
+        elif found <= meant.keys():
+            got = f"{group.pattern}, all of which is in the groups before it"
+            problems.append(Problem(path=where, got=got, expected="the narrower pattern first, since the first one holds"))
         meant |= dict.fromkeys(found - meant.keys(), group)
+    if problems:
+        raise UserError(*problems)
     settings = {}
     for name, shape in shapes.items():
         factor, decay = _of_block(name, architecture, optimizer.layer_lr_decay), optimizer.weight_decay if len(shape) >= 2 else 0.0
@@ -118,8 +128,17 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
 
 def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
     """Raises UserError, with all problems, where the recipe's patterns do not mean anything in this architecture."""
-    shapes = trained_shapes(architecture, recipe.model, recipe.peft)
-    settings_of(shapes, architecture, recipe.optimizer)
+    problems, shapes = [], parameter_shapes(architecture)
+    try:
+        shapes = trained_shapes(architecture, recipe.model, recipe.peft)
+    except UserError as error:
+        problems += error.problems
+    try:
+        settings_of(shapes, architecture, recipe.optimizer)
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(*problems)
 
 
 def block_of(name: str) -> int | None:
@@ -139,17 +158,9 @@ def _modules_and_name(name: str, architecture: LlamaConfig) -> list[str]:
     return [".".join(words[: count + 1]) for words in (one.split(".") for one in names) for count in range(len(words))]
 
 
-def _unknown(path: str, pattern: str, names: Shapes, architecture: LlamaConfig, what: str) -> Problem:
+def _names(pattern: str, names: Shapes, architecture: LlamaConfig) -> tuple[str, str]:
+    """What patterns there could be, in words, and the one that `pattern` may have meant."""
     parts = [inside.rpartition(".")[2] for name in names for inside in _modules_and_name(name, architecture)]
     words = [word for word in dict.fromkeys(parts) if not word.isdigit()]
-    near = closest(pattern.rpartition(".")[2], words)
-    example = next(iter(names))
-    expected = f"last words of names ({', '.join(words)}) or a regular expression for whole ones like {example}"
-    return Problem(path=path, got=f"{pattern}, which is no {what}", expected=expected, fix=_fix(path, near))
-
-
-def _fix(path: str, near: Sequence[str]) -> str:
-    if not near:
-        return ""
-    setting, _, key = path.partition("[")
-    return f"{setting}=[{{pattern: {near[0]}}}]" if key.endswith(".pattern") else f"{setting}=[{near[0]}]"
+    expected = f"last words of names ({', '.join(words)}) or a regular expression for whole ones like {next(iter(names))}"
+    return expected, next(iter(closest(pattern.rpartition(".")[2], words)), "")

@@ -89,3 +89,11 @@ def test_what_fits_is_kept_beside_what_does_not():
 def test_every_path_of_the_schema_is_known():
     known = schema_paths()
     assert {"zero", "zero.stage", "model.arch.rope_scaling.factor", "data.columns.role", "name"} <= set(known)
+
+
+def test_a_list_of_settings_is_a_value_whose_items_are_checked():
+    group = {"pattern": "embed_tokens", "lr_factor": "1e-1"}
+    assert from_dict(RecipeConfig, {"optimizer": {"groups": [group]}}).optimizer.groups[0].lr_factor == 0.1
+    assert "optimizer.groups" in schema_paths() and "optimizer.groups.pattern" not in schema_paths()
+    found = problems({"optimizer": {"groups": [group, {"patern": "x", "weight_decay": "much"}]}})
+    assert found.keys() == {"optimizer.groups[1].patern", "optimizer.groups[1].weight_decay"}

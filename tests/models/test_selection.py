@@ -20,7 +20,7 @@ from framework.config.schema import (
 )
 from framework.models.llama import Llama
 from framework.models.lora import adapter_shapes
-from framework.models.selection import Settings, choose_trained, parameter_groups, settings_of, trained_shapes
+from framework.models.selection import Settings, check_selection, choose_trained, parameter_groups, settings_of, trained_shapes
 
 TIED = LlamaConfig(
     vocab_size=64, hidden_size=8, intermediate_size=12, num_hidden_layers=4, num_attention_heads=2, max_position_embeddings=64,
@@ -90,8 +90,8 @@ def test_what_means_nothing_or_leaves_nothing_is_refused(model: dict, path: str,
         trained(**model)
     (problem,) = caught.value.problems
     assert problem.path == path and told in problem.got
-    if model == {"freeze": ["mlp", "embed_token"]}:
-        assert problem.fix == "model.freeze=[embed_tokens]"
+    if "mlp" in model.get("freeze", ()):
+        assert problem.fix == "model.freeze=[mlp,embed_tokens]"
 
 
 def settings(architecture: LlamaConfig = UNTIED, peft: PeftConfig = NONE, **optimizer: object) -> dict[str, Settings]:
@@ -143,6 +143,22 @@ def test_a_group_that_means_nothing_names_what_there_is():
         settings(groups=[ParameterGroupConfig(pattern="qproj")])
     (problem,) = caught.value.problems
     assert problem.fix == "optimizer.groups=[{pattern: q_proj}]" and "k_proj" in problem.expected
+
+
+def test_a_group_that_an_earlier_one_leaves_nothing_to_is_refused():
+    rules = [ParameterGroupConfig(pattern="mlp"), ParameterGroupConfig(pattern="up_proj", lr_factor=2.0)]
+    with pytest.raises(UserError, match=r"optimizer\.groups\[1\]\.pattern: got up_proj, all of which is in the groups before it"):
+        settings(groups=rules)
+    assert settings(groups=rules[::-1])["model.layers.0.mlp.up_proj.weight"].lr_factor == 2.0
+
+
+def test_all_patterns_that_mean_nothing_are_told_together():
+    recipe = RecipeConfig(
+        model=ModelConfig(freeze=["a", "b"]), optimizer=OptimizerConfig(groups=[ParameterGroupConfig(pattern="c", lr_factor=2.0)])
+    )
+    with pytest.raises(UserError) as caught:
+        check_selection(recipe, UNTIED)
+    assert [problem.path for problem in caught.value.problems] == ["model.freeze[0]", "model.freeze[1]", "optimizer.groups[0].pattern"]
 
 
 def test_every_trained_parameter_is_in_one_group():

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from framework.checkpoint import save as saving
 from framework.checkpoint.folder import checkpoints, step_folder
 from framework.checkpoint.load import Checkpoint
 from framework.checkpoint.save import Save, SaveError, Staging, save
+from framework.config.errors import UserError
+from framework.config.schema import CheckpointConfig
+from framework.train.callbacks.checkpoint import SaveCheckpoints
 from framework.zero import ZeroConfig, ZeroEngine
 from tests.checkpoint.test_save_load import make, train
 
@@ -95,6 +99,18 @@ def test_on_a_gpu_the_next_update_waits_for_the_copy(tmp_path):
         end(under_way)
         one, other = (step_folder(tmp_path / name, step) for name in ("waiting", "background"))
         assert staging._pinned and (one / "rank_0.safetensors").read_bytes() == (other / "rank_0.safetensors").read_bytes()
+
+
+def without_room(folder: Path) -> str:
+    saves = SaveCheckpoints(folder, CheckpointConfig(), dict, copy_bytes=10**18)
+    with pytest.raises(UserError) as caught:
+        saves.on_train_start(SimpleNamespace(strategy=SimpleNamespace(engine=make("plain", 2))), None)
+    return str(caught.value)
+
+
+def test_a_copy_that_does_not_fit_into_memory_is_refused_before_the_first_step(ranks, tmp_path):
+    for message in ranks(2, without_room, tmp_path):
+        assert "checkpoint.asynchronous: got true, which takes" in message and "checkpoint.asynchronous=false" in message
 
 
 def fail_in_the_thread(folder: Path, bad: int, where: str):

@@ -7,7 +7,16 @@ import dataclasses
 import pytest
 
 from framework.config.errors import UserError
-from framework.config.schema import DataConfig, LlamaConfig, OptimizerConfig, PrecisionConfig, RecipeConfig, ScheduleConfig, TrainerConfig
+from framework.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    LlamaConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RecipeConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 from framework.models.architecture import parameter_count
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
@@ -90,6 +99,25 @@ def test_the_page_names_every_number_and_marks_the_chosen_stage() -> None:
     ):
         assert expected in page
     assert [line[:8] for line in page.splitlines() if line.startswith(">")] == ["> zero=2"]
+
+
+def test_the_page_says_when_is_saved_how_much_and_what_training_waits_for() -> None:
+    share = 12 * parameter_count(ARCHITECTURE) / 2 / 2**20
+    assert plan(ranks=2).checkpoint_bytes / 2**20 == pytest.approx(share, rel=0.05)
+    for config, expected in (
+        (
+            CheckpointConfig(),
+            "every 500 steps, when stopped; 0.3 MiB per rank, first copied in host memory, then written while training goes on",
+        ),
+        (
+            CheckpointConfig(every_n_steps=None, keep_best=1, asynchronous=False),
+            "at the best validations, when stopped; 0.3 MiB per rank, training waits",
+        ),
+        (CheckpointConfig(every_n_steps=None, on_stop=False), "none"),
+    ):
+        page = describe(plan(dataclasses.replace(RECIPE, checkpoint=config)))
+        (line,) = [line for line in page.splitlines() if line.startswith("checkpoints")]
+        assert line.partition("  ")[2].strip() == expected
 
 
 def test_the_page_counts_packs_and_says_how_full_they_are() -> None:

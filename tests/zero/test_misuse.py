@@ -158,7 +158,7 @@ def test_an_order_of_blocks_that_depends_on_the_rank_is_refused_where_it_mixes_p
 def sees_the_same_order(order: list[int]) -> bool:
     world, zero = Comm(dist.group.WORLD), torch.zeros(())
     world.order = order[world.rank]
-    return bool(norm.sum_over_ranks([], world, zero, zero, False, zero.device).same_order)
+    return bool(norm.sum_over_ranks([], world, zero, zero, False, False, zero.device).same_order)
 
 
 def test_every_rank_sees_that_orders_differ_also_the_one_whose_order_is_their_mean(ranks) -> None:

@@ -126,6 +126,7 @@ class _Tensors:
             "torch.device": lambda *_: None,
             "collections.OrderedDict": OrderedDict,
             "builtins.set": set,
+            "__builtin__.set": set,  # as protocol 2 calls it
             "_codecs.encode": lambda text, _: text.encode("latin1"),  # how protocol 2 writes bytes
         }
 

@@ -144,6 +144,15 @@ def test_a_cut_off_file_is_named(whole: Path, share: float):
     assert str(file) in refusal(whole) and "damaged" in refusal(whole)
 
 
+def test_what_transformers_has_written_beside_the_tag_goes_before_it(whole: Path):
+    assert find_source(str(whole)).kind == "deepspeed"
+    (whole / "model.safetensors").touch()
+    assert find_source(str(whole)).kind == "model" and find_source(str(whole / TAG)).kind == "deepspeed"
+    (whole / "config.json").unlink()
+    (whole / "adapter_config.json").touch()
+    assert find_source(str(whole)).kind == "model"
+
+
 def test_latest_that_names_nothing_is_told(whole: Path):
     (whole / "latest").write_text("global_step9")
     assert "whose file latest names global_step9" in str(check_source(str(whole))[0])

@@ -26,14 +26,11 @@ def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
     arguments = parser().parse_args(argv)
     try:
-        source = _checked(arguments)
-        _write(arguments, source)
+        _write(arguments, _checked(arguments))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"export:  {arguments.out}")
-    if arguments.format == "hf" or source.is_adapter:
-        print(f'ask it:  framework generate --model {arguments.out} "your question"')
+    print(f'export:  {arguments.out}\nask it:  framework generate --model {arguments.out} "your question"')
     return 0
 
 

@@ -136,6 +136,13 @@ def test_the_files_of_a_missing_rank_are_missed(whole: Path, kind: str):
     assert f"1 files *_{kind}_states.pt" in refusal(whole) and "expected 2" in refusal(whole)
 
 
+def test_a_missing_description_is_named(tmp_path: Path):
+    folder = write_deepspeed(tmp_path / "ds", as_groups(masters("llama2")), stage=2, world_size=2)
+    shutil.copytree(folder / TAG, tmp_path / TAG)
+    (tmp_path / TAG / "mp_rank_00_model_states.pt").unlink()
+    assert "mp_rank_00_model_states.pt" in refusal(described(tmp_path / TAG, "llama2"))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_cut_off_file_is_named(whole: Path, share: float):
     file = next((whole / TAG).glob("*rank_1*optim_states.pt"))

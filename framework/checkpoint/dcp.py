@@ -120,7 +120,8 @@ class DCPWeights:
         return f"torch.distributed.checkpoint, {len(self.shapes)} tensors in {len(files)} files"
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened tensor `name`, 1-D on the CPU. Rows that they lie in are read whole, others not."""
+        """Elements [start, stop) of the flattened tensor `name` of floating-point numbers, 1-D on the CPU. The rows that they lie in are
+        read whole, others not."""
         shape = self.shapes[name] or (1,)
         if start == stop:
             return torch.empty(0)
@@ -151,8 +152,8 @@ class DCPWeights:
     def _open(self, chunk: _Chunk) -> StoredTensor:
         if chunk not in self._entries:
             entry = read_archive(chunk.file, {}, self._fix, start=chunk.start, stop=chunk.stop)
-            if not isinstance(entry, StoredTensor) or entry.dtype is None or not entry.contiguous or entry.shape != chunk.sizes:
-                got = f"a chunk at byte {chunk.start:,} that is no contiguous tensor {list(chunk.sizes)} of floating-point numbers"
+            if not isinstance(entry, StoredTensor) or not entry.contiguous or entry.shape != chunk.sizes:
+                got = f"a chunk at byte {chunk.start:,} that is no contiguous tensor {list(chunk.sizes)}"
                 raise UserError(Problem(path=str(chunk.file), got=got, expected=LAYOUT, fix=self._fix))
             self._entries[chunk] = entry
         return self._entries[chunk]

@@ -78,7 +78,7 @@ class DeepSpeedWeights:
         self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
         self._runs = self._stage_3(vectors) if self.stage == 3 else self._stages_1_and_2(vectors, groups, optimizers[0])
         self._add_frozen()
-        for alias, name in first["shared_params"].items():  # tied parameters are stored under one of their names
+        for alias, name in self._of(first, "shared_params", described[0]).items():  # tied parameters are stored under one of their names
             if name in self._runs:
                 self.shapes[alias], self._runs[alias] = self.shapes[name], self._runs[name]
         self.dtypes = {name: runs[0].entry.dtype_name for name, runs in self._runs.items()}
@@ -133,7 +133,6 @@ class DeepSpeedWeights:
         ):
             if degree > 1:
                 raise UserError(Problem(path=str(file), got=f"{what} over {degree} ranks", expected=LAYOUT))
-        self._of(state, "shared_params", file)
 
     # ---- where each parameter lies
     def _stages_1_and_2(self, vectors: list[list[StoredTensor]], groups: list[dict], optimizer: dict) -> dict[str, list[_Run]]:

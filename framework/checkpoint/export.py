@@ -17,7 +17,7 @@ from torch import Tensor
 from framework.checkpoint.open import CheckpointAdapter
 from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
 from framework.models.adapter import write_adapter
-from framework.models.pretrained import ExportDtype, Pretrained, new_folder, write_description, write_pretrained
+from framework.models.pretrained import ExportDtype, Pretrained, check_fits, new_folder, write_description, write_pretrained
 from framework.models.tokenizer import load_tokenizer
 from framework.progress import busy
 from framework.zero import ZeroEngine
@@ -112,8 +112,14 @@ def export_weights(
 
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_word_embeddings else {}
     named = {name: tuple(shape) for name, shape in shapes.items()} | {alias: tuple(shapes[name]) for alias, name in tied.items()}
+
+    def checked(name: str) -> Tensor:
+        tensor = read(tied.get(name, name))
+        check_fits(name, tensor, getattr(torch, dtype))
+        return tensor
+
     with new_folder(folder) as partial, busy(f"writing {folder}"):
-        write_dcp(partial, lambda name: read(tied.get(name, name)), named, getattr(torch, dtype))
+        write_dcp(partial, checked, named, getattr(torch, dtype))
         write_description(partial, model.config, dtype, loaded, (), model.generation_config)
 
 

@@ -5,7 +5,8 @@
     a folder of DeepSpeed        with `latest`, or one of the tags in it
     a folder of torch DCP        with `.metadata` (torch.distributed.checkpoint)
 
-A folder that has config.json and safetensors is a Hugging Face folder, whatever else lies in it.
+A folder that has config.json and safetensors, or an adapter, is that, whatever else lies in it: the Trainer of transformers puts such files
+beside the tag of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def find_source(path: str, setting: str = "model.path") -> Source:
         return Source("model", export_of_run(path, setting))
     if (checkpoint := newest_checkpoint(folder, setting)) is not None:
         return Source("checkpoint", str(checkpoint))
-    if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")):
+    if is_adapter(folder) or ((folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))):
         return Source("model", path)
     if (folder / METADATA).is_file():
         return Source("dcp", path)

@@ -74,7 +74,7 @@ def read_archive(file: Path, allowed: Mapping[str, Any], fix: str, *, start: int
                 raise UserError(Problem(path=str(file), got="a file of a big-endian machine", expected="little-endian tensors", fix=fix))
             tensors = _Tensors(file, stream, start, {info.filename.removeprefix(f"{root}data/"): info for info in archive.infolist()})
             return unpickle(io.BytesIO(archive.read(pickled)), {**tensors.allowed(), **allowed}, file, fix, tensors)
-    except (zipfile.BadZipFile, ValueError, struct.error) as error:
+    except (OSError, zipfile.BadZipFile, ValueError, struct.error) as error:
         got = f"no file of torch.save, or a damaged one ({type(error).__name__}: {error})"
         raise UserError(Problem(path=str(file), got=got, expected="a whole file of torch 1.6 or newer", fix=fix)) from error
 
@@ -126,6 +126,7 @@ class _Tensors:
             "torch.device": lambda *_: None,
             "collections.OrderedDict": OrderedDict,
             "builtins.set": set,
+            "__builtin__.set": set,  # as protocol 2 calls it
             "_codecs.encode": lambda text, _: text.encode("latin1"),  # how protocol 2 writes bytes
         }
 

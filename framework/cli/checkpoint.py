@@ -18,6 +18,7 @@ from framework.config.errors import Problem, UserError
 from framework.progress import busy, loading_libraries, progress
 
 READ_ELEMENTS = 1 << 22
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def main(argv: list[str]) -> int:
@@ -129,10 +130,11 @@ def _read_foreign(source: Source) -> None:
     with loading_libraries():
         from framework.checkpoint.open import open_weights
     weights, nbytes = open_weights(source), 0
-    for name, shape in progress(weights.shapes.items(), "reading tensors", total=len(weights.shapes), unit="tensors", show=True):
-        for start in range(0, prod(shape), READ_ELEMENTS):
-            nbytes += weights.read(name, start, min(start + READ_ELEMENTS, prod(shape))).nbytes
-    print(f"{source.path}: {nbytes:,} bytes, all of which can be read; this format has no checksums")
+    readable = {name: prod(shape) for name, shape in weights.shapes.items() if weights.dtypes[name] in FLOATS}
+    for name, elements in progress(readable.items(), "reading tensors", total=len(readable), unit="tensors"):
+        for start in range(0, elements, READ_ELEMENTS):
+            nbytes += weights.read(name, start, min(start + READ_ELEMENTS, elements)).nbytes
+    print(f"{source.path}: {nbytes:,} bytes of {len(readable)} tensors, all of which can be read; this format has no checksums")
 
 
 def _foreign(path: str) -> Source | None:

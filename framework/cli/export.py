@@ -1,8 +1,8 @@
 """`framework export MODEL OUT`: a folder for others of whatever MODEL leads to, tensor by tensor, on one process.
 
 MODEL is whatever `generate` takes: a run, a checkpoint of it, one of DeepSpeed or torch, a Hugging Face folder, ... The adapter that a
-checkpoint holds becomes an adapter folder, or with `--merge` one whole model; an adapter folder is one already, so it needs `--merge`. It is
-merged into the original weights in floating point, also where it was trained over quantised ones (QLoRA).
+checkpoint holds becomes an adapter folder, or with `--merge` one whole model; an adapter folder is one already, so it needs `--merge`. It
+is merged into the original weights in floating point, also where it was trained over quantised ones (QLoRA).
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ def main(argv: list[str]) -> int:
     """Exit status: 0, or 2 for a user's mistake."""
     arguments = parser().parse_args(argv)
     try:
-        source = _checked(arguments)
-        _write(arguments, source)
+        _write(arguments, _checked(arguments))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"export:  {arguments.out}")
-    if arguments.format == "hf" or source.is_adapter:
-        print(f'ask it:  framework generate --model {arguments.out} "your question"')
+    print(f'export:  {arguments.out}\nask it:  framework generate --model {arguments.out} "your question"')
     return 0
 
 

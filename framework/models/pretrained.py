@@ -233,9 +233,7 @@ def _write_weights(
                 raise ValueError(f"{name} is {'repeated' if name in written else 'not a parameter of this architecture'}")
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, the architecture says {list(shapes[name])}")
-            if dtype == torch.float16 and tensor.abs().max() > torch.finfo(dtype).max:
-                got = f"float16, which cannot hold {name} (up to {tensor.abs().max():.3g})"
-                raise UserError(Problem(path="checkpoint.export_dtype", got=got, expected="bfloat16 or float32"))
+            check_fits(name, tensor, dtype)
             writer_of[name].write(name, tensor)
             written.add(name)
         if missing := [name for name in shapes if name not in written]:
@@ -244,6 +242,13 @@ def _write_weights(
         total_bytes = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
         weight_map = {name: file for file, names in shards.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def check_fits(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raises UserError where values of `tensor` would become infinite."""
+    if dtype == torch.float16 and tensor.abs().max() > torch.finfo(dtype).max:
+        got = f"float16, which cannot hold {name} (up to {tensor.abs().max():.3g})"
+        raise UserError(Problem(path="checkpoint.export_dtype", got=got, expected="bfloat16 or float32"))
 
 
 def _plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, list[str]]:

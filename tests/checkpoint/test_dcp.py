@@ -42,7 +42,9 @@ def save_sharded(folder: Path, family: str, placements: str, prefix: str) -> Non
         of_vector = tuple(Shard(0) if place == Shard(0) else Replicate() for place in PLACEMENTS[placements])
         state[f"{prefix}{name}"] = distribute_tensor(tensor, mesh, PLACEMENTS[placements] if tensor.dim() > 1 else of_vector)
     moments = {f"state.{name}.exp_avg": tensor * 2 for name, tensor in state.items()}
-    torch_dcp.save({**state, "optim": moments, "step": 3, "lr": torch.tensor(0.5)}, checkpoint_id=folder)
+    torch_dcp.save(
+        {**state, "optim": moments, "step": 3, "lr": torch.tensor(0.5), "generator": torch.get_rng_state()}, checkpoint_id=folder
+    )
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
@@ -97,6 +99,7 @@ def test_the_command_shows_what_it_is_and_where_each_tensor_lies(ranks, tmp_path
     assert value == masters("smollm")["model.norm.weight"][0]
     assert command.main(["verify", str(folder)]) == 0
     assert "all of which can be read" in capsys.readouterr().out
+    assert "generator  uint8 [5056]  " in shown  # of no use to a model, and no obstacle
 
 
 # ---- what goes wrong

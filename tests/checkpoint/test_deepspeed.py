@@ -136,12 +136,28 @@ def test_the_files_of_a_missing_rank_are_missed(whole: Path, kind: str):
     assert f"1 files *_{kind}_states.pt" in refusal(whole) and "expected 2" in refusal(whole)
 
 
+def test_a_missing_description_is_named(tmp_path: Path):
+    folder = write_deepspeed(tmp_path / "ds", as_groups(masters("llama2")), stage=2, world_size=2)
+    shutil.copytree(folder / TAG, tmp_path / TAG)
+    (tmp_path / TAG / "mp_rank_00_model_states.pt").unlink()
+    assert "mp_rank_00_model_states.pt" in refusal(described(tmp_path / TAG, "llama2"))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 def test_a_cut_off_file_is_named(whole: Path, share: float):
     file = next((whole / TAG).glob("*rank_1*optim_states.pt"))
     with file.open("r+b") as stream:
         stream.truncate(round(share * file.stat().st_size))
     assert str(file) in refusal(whole) and "damaged" in refusal(whole)
+
+
+def test_what_transformers_has_written_beside_the_tag_goes_before_it(whole: Path):
+    assert find_source(str(whole)).kind == "deepspeed"
+    (whole / "model.safetensors").touch()
+    assert find_source(str(whole)).kind == "model" and find_source(str(whole / TAG)).kind == "deepspeed"
+    (whole / "config.json").unlink()
+    (whole / "adapter_config.json").touch()
+    assert find_source(str(whole)).kind == "model"
 
 
 def test_latest_that_names_nothing_is_told(whole: Path):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from framework.config.errors import UserError
 from framework.config.schema import LlamaConfig, PeftConfig
-from framework.models.adapter import AdaptedModel, open_adapter, write_adapter
+from framework.models.adapter import open_adapted, open_adapter, write_adapter
 from framework.models.llama import Llama
 from framework.models.lora import AdapterReader, LoraLinear, adapter_shapes, add_adapter, target_names
 from framework.models.pretrained import load_weights, open_pretrained, write_pretrained
@@ -185,7 +185,7 @@ def test_an_adapter_that_peft_has_written_is_read_with_equal_logits(base: Path, 
 
 def test_merged_weights_are_the_same_for_every_split_into_ranges(base: Path, tmp_path: Path):
     config = dataclasses.replace(LORA, dora=True, targets=["k_proj"])
-    opened = AdaptedModel(write(base, tmp_path / "adapter", config, adapted(base, config)))
+    opened = open_adapted(write(base, tmp_path / "adapter", config, adapted(base, config)))
     name = "model.layers.1.self_attn.k_proj.weight"
     size = opened.names()[name].numel()
     whole = opened.read(name, 0, size)

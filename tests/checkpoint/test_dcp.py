@@ -49,7 +49,7 @@ def save_sharded(folder: Path, family: str, placements: str, prefix: str) -> Non
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_every_range_of_every_tensor_is_what_torch_has_saved(ranks, tmp_path, placements):
-    ranks(4, save_sharded, tmp_path / "dcp", "smollm", placements, "model.")
+    ranks(4, save_sharded, tmp_path / "dcp", "smollm", placements, "model.", timeout=120)
     weights = DCPWeights(tmp_path / "dcp")
     for name, tensor in masters("smollm").items():
         last = tensor.numel()

@@ -64,7 +64,7 @@ def _packing(plan: Plan) -> str:
 def _frozen(plan: Plan) -> str:
     """Which weights stay as they are, and what they take."""
     model, peft = plan.recipe.model, plan.recipe.peft
-    text = f"{plan.parameters - plan.trained_parameters:,} parameters, {plan.frozen_bytes / 2**20:,.1f} MiB over all ranks"
+    text = f"{plan.parameters - plan.trained_parameters:,} parameters in {plan.frozen_bytes / 2**20:,.1f} MiB"
     if quantized := quantized_names(plan.architecture, peft):
         return f"{text}; {peft.base} in blocks of {peft.base_block} on {len(quantized)} layers"
     if model.train_last_n_blocks is not None:

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def frozen_bytes(self) -> int:
-        """What the frozen parameters take over all ranks, each held once."""
+        """What the frozen parameters take, each held once."""
         frozen = [layout for unit in self.units for layout in unit.layouts if not layout.requires_grad]
         return sum(layout.numel * layout.itemsize(self.compute_dtype.itemsize) for layout in frozen)
 

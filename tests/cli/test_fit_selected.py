@@ -145,7 +145,7 @@ def test_the_plan_says_what_is_frozen_and_how_fast_the_rest_learns(recipe) -> No
     frozen = plan.parameters - plan.trained_parameters
     for line in (
         f"parameters     {plan.parameters:,}, trained {plan.trained_parameters:,} (",
-        f"{frozen:,} parameters, {4 * frozen / 2**20:,.1f} MiB over all ranks; all but blocks 2 and up, the final norm and the head,",
+        f"{frozen:,} parameters in {4 * frozen / 2**20:,.1f} MiB; all but blocks 2 and up, the final norm and the head,",
         "which is the embedding; mlp",
         "x 0.7 for each block away from the head, x 0.24 at model.embed_tokens.weight",
         "x 3 for o_proj",

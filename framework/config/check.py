@@ -249,6 +249,16 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:
         expected = "two numbers from 0 to below 1"
         yield Problem(path="optimizer.betas", got=str(list(optimizer.betas)), expected=expected, fix="optimizer.betas=[0.9,0.95]")
     yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
+    yield from _share("optimizer.momentum", optimizer.momentum)
+    if optimizer.momentum and optimizer.name not in ("sgd", "rmsprop"):
+        got = f"{optimizer.momentum:g} with {optimizer.name}, which has no such setting"
+        yield Problem(path="optimizer.momentum", got=got, expected="0, or optimizer=sgd", fix="optimizer.momentum=0")
+    if optimizer.nesterov and not (optimizer.name == "sgd" and optimizer.momentum):
+        got = f"true with {optimizer.name} and a momentum of {optimizer.momentum:g}"
+        yield Problem(path="optimizer.nesterov", got=got, expected="false, or sgd with momentum", fix="optimizer.nesterov=false")
+    if optimizer.weight_decay and optimizer.name == "rprop":
+        got = f"{optimizer.weight_decay:g} with rprop, which has none"
+        yield Problem(path="optimizer.weight_decay", got=got, expected="0", fix="optimizer.weight_decay=0")
     decay = optimizer.layer_lr_decay
     if decay is not None and not 0 < decay <= 1:
         expected = "above 0, up to 1, or null for one learning rate"

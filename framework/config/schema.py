@@ -280,13 +280,21 @@ class ParameterGroupConfig:
 class OptimizerConfig:
     """Group `optimizer`: how gradients become new parameters."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"] = "adamw"
+    """adamw, lion and sgd are updated by our kernels; the others are torch's, which treat every element by itself, too."""
     lr: float = 2e-5
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """adamw, lion, adam, adamax, nadam, radam."""
     eps: float = 1e-8
+    """All but lion, sgd, asgd and rprop."""
+    momentum: float = 0.0
+    """sgd, rmsprop."""
+    nesterov: bool = False
+    """sgd with momentum."""
     weight_decay: float = 0.0
-    """Decoupled; applied to matrices and embeddings, not to norms and biases."""
+    """Applied to matrices and embeddings, not to norms and biases. Decoupled in adamw and lion, in the others a part of the gradient; rprop
+    has none."""
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     """Parameters with settings of their own: {pattern, lr_factor, weight_decay}. The first pattern that means a parameter holds."""
     layer_lr_decay: float | None = None

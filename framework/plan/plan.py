@@ -18,6 +18,7 @@ from framework.models.llama import Llama
 from framework.models.selection import choose_trained
 from framework.zero.layout import UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
+from framework.zero.optimizer_by_name import state_values
 from framework.zero.policy import policy_of
 
 
@@ -100,7 +101,7 @@ class Plan:
             rank=rank,
             compute_itemsize=compute,
             master_itemsize=master,
-            optimizer_itemsize=2 * master,
+            optimizer_itemsize=state_values(self.recipe.optimizer) * master,
             prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",
             offload=self.recipe.offload,
@@ -108,10 +109,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What rank 0 writes of masters and moments, which no rank writes more of; as much host memory takes the copy before."""
+        """What rank 0 writes of masters and optimizer state, which no rank writes more of; as much host memory takes the copy before."""
         trained = [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
         elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in trained)
-        return elements * 3 * max(self.compute_dtype.itemsize, 4)
+        return elements * (1 + state_values(self.recipe.optimizer)) * max(self.compute_dtype.itemsize, 4)
 
     @property
     def fingerprint(self) -> str:

@@ -17,7 +17,7 @@ from framework.config.typed import to_dict
 if TYPE_CHECKING:
     from framework.plan.plan import Plan
 
-FIXED = ("seed", "model.arch", "model.freeze", "model.train_last_n_blocks", "peft", "data.packing", "data.shuffle")
+FIXED = ("seed", "model.arch", "model.freeze", "model.train_last_n_blocks", "peft", "optimizer.name", "data.packing", "data.shuffle")
 """Settings that make another model or another order of samples. (Of the data a digest is compared, of the model its parameters.)"""
 REMARKABLE = ("model.path", "model.tokenizer", "optimizer", "schedule", "precision", "trainer.max_steps", "trainer.epochs")
 """Settings that may change, and may change the training that follows."""

@@ -22,6 +22,7 @@ from framework.models.llama import Llama
 from framework.models.selection import choose_trained, parameter_groups
 from framework.train.source_loss import SourceLoss, total
 from framework.zero import StepStats
+from framework.zero.optimizer_by_name import build_optimizer
 
 MicroBatch = dict[str, Any]
 """input_ids [B, T] and labels [B, T] int64 (shifted; -100: not trained), trained_tokens: int; packs: document_lengths of each row;
@@ -73,9 +74,8 @@ class CausalLMModule(LightningModule):
             choose_trained(self.model, self.frozen, self.peft)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, by default without decay of norms and biases."""
-        config = self.optimizer_config
-        return torch.optim.AdamW(parameter_groups(self.model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        """By default without decay of norms and biases."""
+        return build_optimizer(self.optimizer_config, parameter_groups(self.model, self.optimizer_config))
 
     # -- training ---------------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Every parameter of the module becomes one 1-D fp32 parameter per rank: the piece of it that this rank owns. Element-wise optimizers (AdamW,
 SGD, ...) do on the pieces exactly what they would do on the whole; a parameter that got no gradient on any rank is skipped, as
-torch skips `grad=None`, instead of being decayed by a zero gradient. A plain AdamW runs on whole buffers (`flat_adamw.py`).
+torch skips `grad=None`, instead of being decayed by a zero gradient. AdamW, Lion and SGD run on whole buffers (`flat_optimizer.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from framework import torch_private
 from framework.zero.buffer import FlatBuffer
-from framework.zero.flat_adamw import FlatAdamW
+from framework.zero.flat_optimizer import FlatOptimizer
 from framework.zero.layout import Piece
 from framework.zero.offload import HostMemory, HostUpdates
 
@@ -70,9 +70,9 @@ class ShardedOptimizer:
         self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in taken]
         on_host = [buffer for buffer in buffers if buffer.master_on_host]
         self._updates = self._flat = None
-        if FlatAdamW.takes(optimizer, buffers):
+        if FlatOptimizer.takes(optimizer, buffers):
             self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
-            self._flat = FlatAdamW(optimizer, self.pieces, self._updates)
+            self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from framework.kernels import library
 from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
-from framework.zero import flat_adamw as flat
+from framework.zero import flat_optimizer as flat
 from framework.zero.memory import state_bytes
 from framework.zero.policy import offloaded, policy_of
 from tests.zero import zoo

@@ -1,15 +1,15 @@
-"""AdamW over whole buffers by our own kernel: one pass reads the gradient, scales and clips it, updates moments and master, and writes
-the parameters in the compute dtype.
+"""AdamW, Lion and SGD over whole buffers by our own kernels: one pass reads the gradient, scales and clips it, updates state and master,
+and writes the parameters in the compute dtype.
 
 The torch optimizer stays what users see: `lr` is set in its groups, and its state holds the moments, which are views of one flat tensor
-per buffer, from its first parameter to its last. Only its loop over parameters is replaced, where it is a plain `torch.optim.AdamW` and a
-compiled kernel is there.
+per buffer, from its first parameter to its last. Only its loop over parameters is replaced, where a compiled kernel does what it does.
 
 Unusual: neighbours in a buffer that have the same settings are updated as one range, across the gap between them: zeros stay zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +19,69 @@ from torch import nn
 
 from framework.kernels.adamw import adamw_
 from framework.kernels.library import library_for
+from framework.kernels.lion import lion_
+from framework.kernels.sgd import sgd_
 from framework.kernels.shard import ShardCopies, ShardRange, adam_range
 from framework.zero.buffer import FlatBuffer
 from framework.zero.layout import ALIGN, Piece
+from framework.zero.lion import Lion
 from framework.zero.offload import HostUpdates
 
 OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable")
-"""Options of torch's AdamW that the kernel does not have."""
+"""Options of torch's optimizers that the kernels do not have."""
+
+Call = tuple[Any, ...]
+"""What all ranges of one call of a kernel have in common."""
+
+
+class _AdamW:
+    function, states = "fw_adamw", ("exp_avg", "exp_avg_sq")
+
+    @staticmethod
+    def call_of(group: dict[str, Any], step: int) -> Call:
+        return tuple(group["betas"]), group["eps"]
+
+    @staticmethod
+    def range_of(group: dict[str, Any], step: int) -> ShardRange:
+        return adam_range(0, 0, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]), step=step, betas=group["betas"])
+
+    @staticmethod
+    def run(call: Call, master: torch.Tensor, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
+        betas, eps = call
+        adamw_(master, *states, *gradient, betas=betas, eps=eps, **options)
+
+
+class _Lion:
+    function, states = "fw_lion", ("exp_avg",)
+
+    @staticmethod
+    def call_of(group: dict[str, Any], step: int) -> Call:
+        return (tuple(group["betas"]),)
+
+    @staticmethod
+    def range_of(group: dict[str, Any], step: int) -> ShardRange:
+        return ShardRange(start=0, stop=0, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
+
+    @staticmethod
+    def run(call: Call, master: torch.Tensor, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
+        lion_(master, *states, *gradient, betas=call[0], **options)
+
+
+class _Sgd(_Lion):
+    function, states = "fw_sgd", ("momentum_buffer",)
+
+    @staticmethod
+    def call_of(group: dict[str, Any], step: int) -> Call:
+        return group["momentum"], group["dampening"], group["nesterov"], step == 1  # in its first step the buffer is filled, not read
+
+    @staticmethod
+    def run(call: Call, master: torch.Tensor, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
+        momentum, dampening, nesterov, first_step = call
+        settings = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "first_step": first_step}
+        sgd_(master, states[0] if momentum else None, *gradient, **settings, **options)
+
+
+_RULES: dict[type[torch.optim.Optimizer], type[_AdamW | _Lion | _Sgd]] = {torch.optim.AdamW: _AdamW, Lion: _Lion, torch.optim.SGD: _Sgd}
 
 
 @dataclass(eq=False)
@@ -41,27 +97,29 @@ class _Shard:
     steps: int = 0
 
 
-class FlatAdamW:
+class FlatOptimizer:
     """The step of `optimizer` on `pieces`: (buffer, index of the slot, piece, the 1-D parameter that the optimizer holds)."""
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
         """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""
-        plain = type(optimizer) is torch.optim.AdamW and not any(map(_other_arithmetic, optimizer.param_groups))
-        copies = (buffer.master.new_empty(0, dtype=buffer.compute_dtype) for buffer in buffers)
-        return plain and all(library_for("fw_adamw", buffer.master, copy) is not None for buffer, copy in zip(buffers, copies, strict=True))
+        rule = _RULES.get(type(optimizer))
+        if rule is None or any(map(_other_arithmetic, optimizer.param_groups)):
+            return False
+        copies = [buffer.master.new_empty(0, dtype=buffer.compute_dtype) for buffer in buffers]
+        return all(library_for(rule.function, buffer.master, copy) is not None for buffer, copy in zip(buffers, copies, strict=True))
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]], updates: HostUpdates | None
     ) -> None:
         """`updates` makes those of buffers whose masters lie in host memory."""
-        self._torch, self._updates = optimizer, updates
+        self._torch, self._updates, self._rule = optimizer, updates, _RULES[type(optimizer)]
         group_of = {id(shard): index for index, group in enumerate(optimizer.param_groups) for shard in group["params"]}
         self._shards: dict[FlatBuffer, list[_Shard]] = {}
         for buffer, slot, piece, parameter in pieces:
             self._shards.setdefault(buffer, []).append(_Shard(slot, piece, parameter, group_of[id(parameter)]))
         self._extents = {b: slice(s[0].piece.shard_start, s[-1].piece.shard_stop) for b, s in self._shards.items()}
-        self._moments: dict[FlatBuffer, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._moments: dict[FlatBuffer, tuple[torch.Tensor, ...]] = {}
         self._counted: list[_Shard] = []
         """What the last step has updated."""
 
@@ -78,24 +136,23 @@ class FlatAdamW:
             if not used:
                 continue
             extent = self._extents[buffer]
-            update = partial(_update, buffer.master[extent], self._moments_of(buffer), self._ranges(buffer, used))
+            update = partial(_update, self._rule, buffer.master[extent], self._moments_of(buffer), self._ranges(buffer, used))
             if buffer.master_on_host:
                 self._updates.submit(buffer, extent, update, factor)
             else:
                 copies = buffer.shard is not buffer.master and buffer.is_written_with_master
                 update(buffer.grad[extent], buffer.shard[extent] if copies else None, factor)
 
-    def _ranges(self, buffer: FlatBuffer, used: list[_Shard]) -> dict[tuple[tuple[float, float], float], list[ShardRange]]:
-        """By (betas, eps): what is updated, in order, neighbours as one; counted from the beginning of the buffer's extent."""
+    def _ranges(self, buffer: FlatBuffer, used: list[_Shard]) -> dict[Call, list[ShardRange]]:
+        """By call: what is updated, in order, neighbours as one; counted from the beginning of the buffer's extent."""
         settings: dict[tuple[int, int], ShardRange] = {}
-        calls: dict[tuple[tuple[float, float], float], list[ShardRange]] = {}
+        calls: dict[Call, list[ShardRange]] = {}
         for shard in used:
             self._count(buffer, shard)
             group, key = self._torch.param_groups[shard.group], (shard.group, shard.steps)
             if key not in settings:
-                options = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "betas": group["betas"]}
-                settings[key] = adam_range(0, 0, step=shard.steps, **options)
-            ranges = calls.setdefault((tuple(group["betas"]), group["eps"]), [])
+                settings[key] = self._rule.range_of(group, shard.steps)
+            ranges = calls.setdefault(self._rule.call_of(group, shard.steps), [])
             start, stop = self._located(buffer, shard)
             if ranges and _same(ranges[-1], settings[key]) and start - ranges[-1].stop < ALIGN:
                 start = ranges.pop().start
@@ -125,10 +182,16 @@ class FlatAdamW:
                 else:
                     shard.state = None
 
-    def _moments_of(self, buffer: FlatBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def _states(self) -> tuple[str, ...]:
+        """Names of the state with one value for each element."""
+        has_state = any(group.get("momentum", True) for group in self._torch.param_groups)
+        return self._rule.states if has_state else ()
+
+    def _moments_of(self, buffer: FlatBuffer) -> tuple[torch.Tensor, ...]:
         if buffer not in self._moments:
             master = buffer.master[self._extents[buffer]]
-            self._moments[buffer] = (torch.zeros_like(master), torch.zeros_like(master))
+            self._moments[buffer] = tuple(torch.zeros_like(master) for _ in self._states)
         return self._moments[buffer]
 
     def _count(self, buffer: FlatBuffer, shard: _Shard) -> None:
@@ -141,27 +204,28 @@ class FlatAdamW:
     def _take_over(self, buffer: FlatBuffer, shard: _Shard) -> None:
         if shard.state is None or self._torch.state.get(shard.parameter) is not shard.state:
             at = slice(*self._located(buffer, shard))
-            moments = {key: flat[at] for key, flat in zip(("exp_avg", "exp_avg_sq"), self._moments_of(buffer), strict=True)}
+            moments = {key: flat[at] for key, flat in zip(self._states, self._moments_of(buffer), strict=True)}
             loaded = self._torch.state.get(shard.parameter) or {}
             for key, moment in moments.items():
                 moment.copy_(loaded[key]) if key in loaded else moment.zero_()
-            shard.steps = int(loaded.get("step", 0))
+            shard.steps = int(loaded.get("step", bool(loaded)))  # torch's SGD does not count
             shard.state = {"step": torch.tensor(float(shard.steps)), **moments}
             self._torch.state[shard.parameter] = shard.state
 
 
 def _update(
+    rule: type[_AdamW | _Lion | _Sgd],
     master: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    calls: dict[tuple[tuple[float, float], float], list[ShardRange]],
+    moments: tuple[torch.Tensor, ...],
+    calls: dict[Call, list[ShardRange]],
     grad: torch.Tensor,
     copy: torch.Tensor | None,
     factor: torch.Tensor,
 ) -> list[ShardRange]:
     """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype. Returns what was updated."""
     copies = None if copy is None else ShardCopies(data=copy)
-    for (betas, eps), ranges in calls.items():
-        adamw_(master, *moments, grad, ranges, betas=betas, eps=eps, grad_factor=factor, copies=copies)
+    for call, ranges in calls.items():
+        rule.run(call, master, moments, grad, ranges, grad_factor=factor, copies=copies)
     return [one for ranges in calls.values() for one in ranges]
 
 

@@ -11,7 +11,7 @@ from framework import __version__
 COMMANDS = {
     "train": "train from a recipe: framework train +recipe=llama_sft zero=3",
     "check": "say what a training command would do, or everything that is wrong with it",
-    "prepare": "tokenise the data of a recipe ahead, and look at samples: framework prepare +recipe=llama_sft --show 3",
+    "prepare": "tokenise data ahead, and look at samples: framework prepare +recipe=NAME --show 3",
     "generate": 'let a trained model answer: framework generate --model RUN "a prompt"',
     "eval": "loss and perplexity of a model on data: framework eval MODEL data.validation=FILE",
     "export": "write a model as a Hugging Face folder: framework export RUN OUT [--merge]",

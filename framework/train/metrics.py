@@ -1,8 +1,8 @@
 """metrics.csv: the numbers of a run, one row per logged step, always written.
 
-    step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss,val_perplexity,loss_scale
+    step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,loss_scale,val_loss,val_perplexity
     10,0.25,2.3456,2e-05,1.04,40960,8123.4,5.1,,,
-    10,0.25,,,,40960,,5.9,2.2871,9.8463,
+    10,0.25,,,,40960,,5.9,,2.2871,9.8463
 
 `tokens` counts all trained tokens so far, `seconds` the time since training began. A validation has a row of its own. With several
 sources of validation data there are two more columns for each, `val_loss/NAME` and `val_perplexity/NAME`.
@@ -35,10 +35,10 @@ class MetricsRow:
     tokens: int | None = None
     tokens_per_second: float | None = None
     seconds: float | None = None
-    val_loss: float | None = None
-    val_perplexity: float | None = None
     loss_scale: float | None = None
     """fp16: that of the step."""
+    val_loss: float | None = None
+    val_perplexity: float | None = None
     val_loss_of: Mapping[str, float] = field(default_factory=dict)
     """Of each source, where there are several."""
 

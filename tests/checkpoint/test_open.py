@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from framework.checkpoint.folder import step_folder
+from framework.checkpoint.folder import sealed, step_folder, unsealed
 from framework.checkpoint.open import open_model
 from framework.checkpoint.source import check_source, find_source
 from framework.cli import export, generate
@@ -126,7 +126,7 @@ def test_weights_bring_their_architecture(source, run):
 def test_a_checkpoint_of_no_recipe_says_what_it_lacks(ranks, run):
     index = step_folder(run, 0) / "index.json"
     whole = index.read_text()
-    index.write_text(json.dumps({**json.loads(whole), "run": {}}))
+    index.write_text(sealed({**unsealed(whole), "run": {}}))
     try:
         with pytest.raises(UserError, match="no architecture, recipe, export, frozen in .*index.json"):
             open_model(str(run))

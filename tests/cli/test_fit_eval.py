@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from framework.checkpoint.folder import checkpoints, resolve, step_folder
+from framework.checkpoint.open import open_model
 from framework.config.schema import CheckpointConfig, EvalConfig, PeftConfig, RecipeConfig, SourceConfig, ZeroConfig
 from framework.data.prepare import prepare
 from framework.models.generate import generate, load_for_generation
@@ -106,7 +107,7 @@ def test_answers_are_those_of_the_exported_model_for_every_stage_and_number_of_r
     assert [answer["step"] for answer in answers(sharded)] == [2, 2, 2, 3, 3, 3]
     assert answers(sharded) == answers(alone)
     assert [row.loss for row in read_metrics(sharded / METRICS)] == [row.loss for row in read_metrics(silent / METRICS)]
-    model, tokenizer, stop_ids = load_for_generation(str(sharded), show=False)
+    model, tokenizer, stop_ids = load_for_generation(open_model(str(sharded)), show=False)
     for answer, prompt in zip(answers(sharded)[3:], PROMPTS, strict=True):
         expected = generate(model, tokenizer, [{"role": "user", "content": prompt}], 9, stop_ids=stop_ids)
         assert (answer["prompt"], answer["answer"]) == (prompt, expected)
@@ -118,7 +119,7 @@ def test_an_adapter_with_dropout_trains_as_without_answers_and_its_answers_are_w
     talking = run(ranks, 2, lora, tmp_path / "talking", eval=asked(generate_every_n_steps=1), **changes)
     assert series(read_metrics(talking / METRICS), "loss") == series(read_metrics(silent / METRICS), "loss")
     assert [answer["step"] for answer in answers(talking)] == [1] * 3 + [2] * 3 + [3] * 3
-    model, tokenizer, stop_ids = load_for_generation(str(talking), show=False)
+    model, tokenizer, stop_ids = load_for_generation(open_model(str(talking)), show=False)
     last = [generate(model, tokenizer, [{"role": "user", "content": prompt}], 9, stop_ids=stop_ids) for prompt in PROMPTS]
     assert [answer["answer"] for answer in answers(talking)[-3:]] == last
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from framework.cli.fit import opened, plan_of
+from framework.cli.fit import plan_of, starting_point
 from framework.config.errors import UserError
 from framework.config.schedule import lr_factor
 from framework.config.schema import ModelConfig, ParameterGroupConfig, PeftConfig, RecipeConfig, ScheduleConfig, ZeroConfig
@@ -157,4 +157,4 @@ def test_the_plan_says_what_is_frozen_and_how_fast_the_rest_learns(recipe) -> No
 def test_a_pattern_that_means_nothing_stops_before_the_data_are_read(recipe) -> None:
     missing = dataclasses.replace(recipe, model=ModelConfig(path=recipe.model.path, freeze=["embedings"]))
     with pytest.raises(UserError, match=r"model\.freeze\[0\]: got embedings, which is no parameter of this model"):
-        opened(missing)
+        starting_point(missing)

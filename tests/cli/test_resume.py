@@ -84,13 +84,13 @@ def test_p16_offloaded_state_and_the_loss_scale_go_on(ranks, full, tmp_path):
     settings = {
         "zero": ZeroConfig(stage=3),
         "offload": OffloadConfig(optimizer="cpu", params="cpu"),
-        "precision": PrecisionConfig(compute_dtype="float16", initial_loss_scale=2.0**20, loss_scale_window=2),
+        "precision": PrecisionConfig(compute_dtype="float16", initial_loss_scale=2.0**17, loss_scale_window=2),
     }
     whole = run(ranks, 2, full, tmp_path / "whole", **settings)
     scales = [row.loss_scale for row in logged(whole) if row.loss_scale]
-    assert len(set(scales)) > 2, "it is on its way"
+    assert len(set(scales)) > 1, "it is on its way"
     again = run(ranks, 2, full, tmp_path / "again", **settings, resume=str(step_folder(whole, 4)))
-    assert logged(again) == logged(whole)
+    assert repr(logged(again)) == repr(logged(whole)), "as text: what has overflowed is no number, and not equal to itself"
     assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
 
 

@@ -51,7 +51,7 @@ def test_text_is_not_guessed_from_truth_values():
 
 def test_a_choice_offers_its_values_and_the_one_that_was_meant():
     found = problems({"precision": {"compute_dtype": "bf16"}})["precision.compute_dtype"]
-    assert (found.got, found.expected) == ("bf16", "one of float32, bfloat16, float64")
+    assert (found.got, found.expected) == ("bf16", "one of float32, bfloat16, float16, float64")
     assert found.fix == "precision.compute_dtype=bfloat16"
     assert from_dict(RecipeConfig, {"zero": {"stage": "2"}}).zero.stage == 2
     assert "zero.stage" in problems({"zero": {"stage": True}}), "true is not stage 1"

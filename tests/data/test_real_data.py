@@ -12,6 +12,7 @@ import pytest
 from framework.config.errors import UserError
 from framework.config.schema import DataConfig, ModelConfig
 from framework.data.prepare import prepare
+from framework.data.turns import Passage
 
 HOW_TO = (
     "set FRAMEWORK_TEST_DATA to the folder `data` of the llamafactory sources: "
@@ -89,10 +90,11 @@ def test_p4_a_real_long_document_in_pieces_has_the_tokens_of_the_whole(request, 
     tokenizer = request.getfixturevalue(family)
     text = (folder / "wiki_demo.txt").read_text(encoding="utf-8")[:300_000]
     monkeypatch.setattr(plain, "CHARACTERS_AT_ONCE", 4000)
-    pieces = list(plain.TextEncoder(tokenizer)._pieces(text))
-    (row,) = plain.TextEncoder(tokenizer).encode([("r:1", text)])
-    assert len(pieces) >= 75 and "".join(pieces) == text
-    assert row.ids[-len(row.ids) :].tolist()[:-1] == tokenizer(text, add_special_tokens=False).input_ids
+    encoder = plain.TextEncoder(tokenizer)
+    pieces = list(encoder.pieces([("r:1", Passage(text))]))
+    assert len(pieces) >= 75 and "".join(piece.text for _, piece in pieces) == text
+    ids = [index for encoded in encoder.encode(pieces) for index in encoded.ids.tolist()]
+    assert ids[:-1] == tokenizer(text, add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize("name", ["glaive_toolcall_en_demo.json", "glaive_toolcall_zh_demo.json"])

@@ -28,9 +28,9 @@ def write(path: Path, *rows: MetricsRow) -> None:
 def test_the_columns_of_the_file(tmp_path):
     write(tmp_path / "m.csv", TRAIN, VALIDATION)
     assert (tmp_path / "m.csv").read_text() == (
-        "step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,val_loss,val_perplexity,loss_scale\n"
+        "step,epoch,loss,lr,grad_norm,tokens,tokens_per_second,seconds,loss_scale,val_loss,val_perplexity\n"
         "10,0.25,2.5,2e-05,1.0,4096,812.5,5.0,,,\n"
-        "10,0.25,,,,4096,,6.5,2.25,9.5,\n"
+        "10,0.25,,,,4096,,6.5,,2.25,9.5\n"
     )
 
 
@@ -49,7 +49,7 @@ def test_several_sources_of_validation_data_have_two_columns_each(tmp_path):
     metrics.close()
     header, training, validation = (tmp_path / "m.csv").read_text().splitlines()
     assert header.endswith(',val_loss,val_perplexity,val_loss/chats,val_perplexity/chats,"val_loss/a,b","val_perplexity/a,b"')
-    assert training.endswith(",5.0,,,,,,") and validation.endswith(f",2.25,9.5,0.0,1.0,1.5,{math.exp(1.5)!r}")
+    assert training.endswith(",5.0,,,,,,,") and validation.endswith(f",2.25,9.5,0.0,1.0,1.5,{math.exp(1.5)!r}")
     assert read_metrics(tmp_path / "m.csv") == [TRAIN, row]
     continue_metrics(tmp_path / "m.csv", tmp_path / "next.csv", 10, ["chats", "a,b"])
     assert (tmp_path / "next.csv").read_text() == (tmp_path / "m.csv").read_text()

@@ -23,7 +23,7 @@ def refusal(module, strategy=None, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("bf16-true", "bfloat16"), ("64-true", "float64"), ("16-mixed", "bfloat16")]
+    ("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("bf16-true", "bfloat16"), ("64-true", "float64"), ("16-mixed", "float16")]
 )
 def test_precision_of_the_trainer_is_refused_with_what_to_write(precision, dtype):
     message = refusal(Regressor(), precision=precision)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -23,7 +24,7 @@ def refusal(module, strategy=None, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("bf16-true", "bfloat16"), ("64-true", "float64"), ("16-mixed", "bfloat16")]
+    ("precision", "dtype"), [("bf16-mixed", "bfloat16"), ("bf16-true", "bfloat16"), ("64-true", "float64"), ("16-mixed", "float16")]
 )
 def test_precision_of_the_trainer_is_refused_with_what_to_write(precision, dtype):
     message = refusal(Regressor(), precision=precision)
@@ -46,6 +47,21 @@ def test_clipping_set_twice_is_refused():
 
 def test_a_callback_that_averages_parameters_is_refused():
     assert "StochasticWeightAveraging" in refusal(Regressor(), callbacks=[StochasticWeightAveraging(0.1)])
+
+
+class KeepsALayer(Regressor):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_that_no_checkpoint_could_hold_are_refused_before_training():
+    message = refusal(KeepsALayer(torch.nn.Linear(1, 1)), callbacks=[ModelCheckpoint("nowhere")], enable_checkpointing=True)
+    assert "KeepsALayer.hparams['layer']" in message and "save_hyperparameters(ignore=" in message
+
+
+def test_a_plugin_that_writes_checkpoints_is_refused():
+    assert "got TorchCheckpointIO" in refusal(Regressor(), plugins=[TorchCheckpointIO()])
 
 
 def test_an_overridden_backward_is_refused():

@@ -402,6 +402,8 @@ def test_a_crash_while_a_checkpoint_is_replaced_loses_nothing(tmp_path, uninterr
     first_epoch(3, path)
     path.rename(replaced_folder(path))  # the first of the two steps in which a new folder takes the name
     assert_close(second_epoch(3, path), uninterrupted, rtol=1e-5, atol=1e-6)
+    first_epoch(3, path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
     replaced_folder(path).mkdir()  # the crash came after the second one
     first_epoch(3, path)
     assert os.listdir(tmp_path) == ["last.ckpt"]

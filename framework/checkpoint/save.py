@@ -147,6 +147,7 @@ class Save:
         self._extra = extra if self._world.rank == 0 else None
         buffers = [*engine.trained, *frozen]
         self._index = _index(engine, buffers, self._token, run, with_optimizer)
+        thread = None
         try:
             contents = contents_of(engine, buffers, with_optimizer=with_optimizer)
             copies, engine.reading = (None, None) if staging is None else staging.copy(contents.tensors, engine.device)
@@ -154,8 +155,8 @@ class Save:
             thread.start()
         except Exception as error:  # like one in the thread: the other ranks hear of it when they ask
             self._fail(error)
-        except KeyboardInterrupt:
-            if staging is None and thread.ident is not None:
+        except BaseException:  # Ctrl-C
+            if thread is not None and thread.ident is not None:
                 self.abandon()
             raise
         self.stall_seconds = time.perf_counter() - self._began
@@ -270,9 +271,14 @@ def _index(engine: ZeroEngine, buffers: Sequence[FlatBuffer], token: str, run: d
             for buffer in buffers
         ],
         "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
-        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "param_groups": [{key: _number(value) for key, value in group.items() if key != "params"} for group in groups],
         "run": run,
     }
+
+
+def _number(option: Any) -> Any:
+    """An option of a param group, also where it is a tensor, as a learning rate may be."""
+    return option.item() if isinstance(option, Tensor) else option
 
 
 def _write_rank(folder: Path, rank: int, token: str, contents: Contents, values: Iterable[Tensor]) -> int:

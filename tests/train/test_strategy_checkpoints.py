@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from framework.checkpoint import save as saving
 from framework.checkpoint.folder import replaced_folder
 from framework.checkpoint.load import Checkpoint
+from framework.cli.checkpoint import main as checkpoint_command
 from framework.config.errors import UserError
 from framework.config.schema import PrecisionConfig
 from framework.train.lightning_checkpoint import load_weights, read_checkpoint
@@ -150,10 +151,18 @@ def test_p26_every_tensor_is_saved_and_a_plain_module_loads_it(tmp_path, ranks):
     assert same(state(Mixed.load_from_checkpoint(path, seed=7)), trained)
     assert Mixed.load_from_checkpoint(path).hparams == {"seed": 1, "width": 12}
     checkpoint = Checkpoint(path)
-    assert checkpoint.frozen == {f"before.{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")}
+    assert checkpoint.frozen == {"codes"} | {f"before.{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")}
     assert checkpoint.verify() > 4 * sum(tensor.numel() for tensor in trained.values())
     for file in path.glob("rank_*.safetensors"):
         assert file.stat().st_size < 0.6 * sum(each.stat().st_size for each in path.glob("rank_*.safetensors"))
+
+
+def test_the_command_shows_and_verifies_a_checkpoint_of_lightning(tmp_path, capsys):
+    path = tmp_path / "first.ckpt"
+    one_epoch_of_mixed(path)
+    assert [checkpoint_command([action, str(path)]) for action in ("show", "ls", "verify")] == [0, 0, 0]
+    shown = capsys.readouterr().out
+    assert "in 18 tensors, trained" in shown and "220 in 5 tensors, frozen" in shown and "every checksum as it was written" in shown
 
 
 def test_a_changed_byte_of_a_buffer_is_found(tmp_path):
@@ -222,7 +231,8 @@ class DropsFrozen(Mixed):
     strict_loading = False
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["state_dict"] = {name: tensor for name, tensor in checkpoint["state_dict"].items() if "before" not in name}
+        self.trained = {name for name in checkpoint["state_dict"] if "before" not in name and name != "codes"}
+        checkpoint["state_dict"] = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in self.trained}
 
 
 def test_a_hook_may_leave_out_what_is_frozen(tmp_path):
@@ -234,7 +244,7 @@ def test_a_hook_may_leave_out_what_is_frozen(tmp_path):
     loaded = DropsFrozen()
     trainer_of(3, 1).validate(loaded, loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
     assert same(state(loaded), state(module)), "the frozen layers are those of the seed"
-    with pytest.raises(UserError, match=r"no before\.0\.weight"):
+    with pytest.raises(UserError, match=r"before\.0\.weight"):
         trainer_of(3, 1).validate(Mixed(), loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
 
 

@@ -71,7 +71,7 @@ class Contents:
     """torch's generators, base64."""
 
 
-def contents_of(engine: ZeroEngine, buffers: Sequence[FlatBuffer], *, with_optimizer: bool = True) -> Contents:
+def contents_of(engine: ZeroEngine, buffers: Sequence[FlatBuffer], with_optimizer: bool) -> Contents:
     """Of this rank, now. `buffers`: those that the engine trains, and after them frozen ones. Raises TypeError for optimizer state that
     cannot be saved."""
     states = _states_by_buffer(engine, buffers, with_optimizer)

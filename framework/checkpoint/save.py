@@ -149,7 +149,7 @@ class Save:
         self._index = _index(engine, buffers, self._token, run, with_optimizer)
         thread = None
         try:
-            contents = contents_of(engine, buffers, with_optimizer=with_optimizer)
+            contents = contents_of(engine, buffers, with_optimizer)
             copies, engine.reading = (None, None) if staging is None else staging.copy(contents.tensors, engine.device)
             thread = threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True)
             thread.start()

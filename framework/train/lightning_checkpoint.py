@@ -135,7 +135,7 @@ class StoredWeights(MutableMapping[str, Any]):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened tensor."""
         value = self._entries[name]
-        return self.checkpoint.read(value.name, start, stop) if isinstance(value, Parameter) else value.reshape(-1)[start:stop]
+        return self.checkpoint.read(value.name, start, stop) if isinstance(value, Parameter) else _flat(value)[start:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
         value = self._entries[name]

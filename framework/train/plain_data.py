@@ -30,6 +30,7 @@ from framework.models.safetensors_io import DTYPE_NAMES
 
 SEQUENCES = {tuple: "!tuple", set: "!set", frozenset: "!frozenset", torch.Size: "!size"}
 MAPPINGS = {dict: "!dict", OrderedDict: "!ordered", Counter: "!counter", AttributeDict: "!attributes"}
+TORCH_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 TYPES = {DictConfig: "DictConfig", ListConfig: "ListConfig", AttributeDict: "AttributeDict"}
 """What Lightning notes as the type of hyper-parameters."""
 
@@ -73,7 +74,7 @@ class _Packing:
         if kind is PosixPath:
             return {"!path": str(value)}
         if kind is torch.dtype:
-            return {"!dtype": str(value).removeprefix("torch.")}
+            return {"!dtype": str(value)}
         if isinstance(value, Container):
             return {"!omegaconf": self.pack(OmegaConf.to_container(value, resolve=False), where, path)}
         if isinstance(value, type) and value in TYPES:
@@ -151,7 +152,7 @@ def unpack(packed: Any, tensor: Callable[[str], Tensor]) -> Any:
         "!scalar": lambda name: tensor(name).numpy()[()],
         "!bytes": base64.b64decode,
         "!path": Path,
-        "!dtype": lambda name: getattr(torch, name),
+        "!dtype": TORCH_DTYPES.__getitem__,
         "!omegaconf": lambda inner: OmegaConf.create(unpack(inner, tensor)),
         "!type": lambda name: next(kind for kind, known in TYPES.items() if known == name),
     }

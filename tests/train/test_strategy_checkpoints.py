@@ -248,6 +248,18 @@ def test_a_hook_may_leave_out_what_is_frozen(tmp_path):
         trainer_of(3, 1).validate(Mixed(), loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
 
 
+class DoublesTheHead(Regressor):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"]["head.weight"] = 2 * checkpoint["state_dict"]["head.weight"]
+
+
+def test_a_hook_may_change_what_is_loaded(tmp_path):
+    trained = first_epoch(3, tmp_path / "first.ckpt")
+    module = DoublesTheHead(seed=9)
+    trainer_of(3, 1).validate(module, loader(), ckpt_path=tmp_path / "first.ckpt", verbose=False)
+    assert same(weights(module), trained | {"head.weight": 2 * trained["head.weight"]})
+
+
 class Remembers(Callback):
     def __init__(self, what) -> None:
         self.what = what

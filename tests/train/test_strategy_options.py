@@ -134,6 +134,16 @@ def test_sync_batchnorm_is_refused_on_cpu_where_torch_has_none(ranks):
         assert "sync_batchnorm" in message
 
 
+def saving_on_exception():
+    callback = ModelCheckpoint("nowhere", save_on_exception=True)
+    return refusal(Regressor(), world_size=dist.get_world_size(), callbacks=[callback], enable_checkpointing=True)
+
+
+def test_a_save_on_exception_is_refused_on_several_ranks_as_it_takes_all_of_them(ranks):
+    for message in ranks(2, saving_on_exception):
+        assert "ModelCheckpoint(save_on_exception=)" in message
+
+
 def sampler_of_lightning():
     class Counts(Regressor):
         def training_step(self, batch, batch_idx):

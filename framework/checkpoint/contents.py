@@ -9,7 +9,7 @@ Unusual: state that is replicated over ranks is taken in equal shares, so that e
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from framework.zero.layout import ALIGN, Piece
 
 MASTER = "master"
 States = list[list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]]
-"""Of each trained buffer: (piece, its optimizer state with one value per element, the rest of it)."""
+"""Of each buffer: (piece, its optimizer state with one value per element, the rest of it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,12 @@ class Contents:
     """torch's generators, base64."""
 
 
-def contents_of(engine: ZeroEngine) -> Contents:
-    """Of this rank, now. Raises TypeError for optimizer state that cannot be saved."""
-    states = _states_by_buffer(engine)
+def contents_of(engine: ZeroEngine, buffers: Sequence[FlatBuffer], with_optimizer: bool) -> Contents:
+    """Of this rank, now. `buffers`: those that the engine trains, and after them frozen ones. Raises TypeError for optimizer state that
+    cannot be saved."""
+    states = _states_by_buffer(engine, buffers, with_optimizer)
     return Contents(
-        tensors=[tensor for number, buffer in enumerate(engine.trained) for tensor in _tensors_of(number, buffer, states[number])],
+        tensors=[tensor for number, buffer in enumerate(buffers) for tensor in _tensors_of(number, buffer, states[number])],
         optimizer=_optimizer_of_parameters(states),
         random=_random_state(engine.device),
     )
@@ -85,7 +86,7 @@ def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[
     start, stop = _extent(buffer)
     if start == stop:
         return
-    own = {"start": start, "stop": stop, "dtype": buffer.master_dtype}
+    own = {"start": start, "stop": stop, "dtype": buffer.master.dtype}
     yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[start - buffer.start : stop - buffer.start])], **own)
     for key in sorted({key for _, flat, _ in states for key in flat}):
         sources = []
@@ -106,14 +107,15 @@ def _extent(buffer: FlatBuffer) -> tuple[int, int]:
     return min(start, stop), stop
 
 
-def _states_by_buffer(engine: ZeroEngine) -> States:
-    found: dict[int, list] = {id(buffer): [] for buffer in engine.trained}
-    for buffer, piece, state in engine.sharded_optimizer.state_pieces() if engine.sharded_optimizer else ():
+def _states_by_buffer(engine: ZeroEngine, buffers: Sequence[FlatBuffer], with_optimizer: bool) -> States:
+    found: dict[int, list] = {id(buffer): [] for buffer in buffers}
+    sharded = engine.sharded_optimizer if with_optimizer else None
+    for buffer, piece, state in sharded.state_pieces() if sharded is not None else ():
         flat = {
             key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.numel
         }
         found[id(buffer)].append((piece, flat, {key: value for key, value in state.items() if key not in flat}))
-    return [found[id(buffer)] for buffer in engine.trained]
+    return [found[id(buffer)] for buffer in buffers]
 
 
 def _optimizer_of_parameters(states: States) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -25,7 +26,7 @@ from framework.disk import sync, write_whole
 
 CHECKPOINTS = "checkpoints"
 LATEST, BEST = "latest", "best"
-INDEX = "index.json"
+INDEX, EXTRA = "index.json", "extra.safetensors"
 SUMMARY = "summary.json"
 """Of a run: how it ended."""
 STEP = re.compile(r"step_(\d+)")
@@ -41,17 +42,46 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
+def replaced_folder(folder: Path) -> Path:
+    """What a checkpoint of the same name is called while a new one takes its place."""
+    return partial_folder(folder.with_name(f"{folder.name}.old"))
+
+
+def begin(folder: Path) -> None:
+    """Make an empty folder to write to."""
+    put_back(folder)
+    remove(partial_folder(folder))
+    partial_folder(folder).mkdir(parents=True)
+
+
 def finish(folder: Path) -> None:
-    """Give a written checkpoint its name, durably; `latest` follows."""
-    partial = partial_folder(folder)
+    """Give a written checkpoint its name, durably; in a run, `latest` follows."""
+    partial, old = partial_folder(folder), replaced_folder(folder)
     sync(partial)
-    old = partial_folder(folder.with_name(f"{folder.name}.old"))
-    if folder.exists():  # saved again, because what follows here has failed before
+    if os.path.lexists(folder):
         folder.rename(old)
     partial.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    write_whole(folder.parent / LATEST, f"{folder.name}\n")
+    remove(old)
+    if STEP.fullmatch(folder.name):
+        write_whole(folder.parent / LATEST, f"{folder.name}\n")
+
+
+def put_back(folder: Path) -> None:
+    """After a crash in `finish`: the old checkpoint gets its name back, if no new one has it."""
+    old = replaced_folder(folder)
+    if os.path.lexists(folder):
+        remove(old)
+    elif os.path.lexists(old):
+        old.rename(folder)
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link but not what it leads to; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -83,9 +113,15 @@ def prune(run_dir: Path, keep: int, *, keep_every_n_steps: int | None = None, ke
         shutil.rmtree(leftover, ignore_errors=True)
     old = [path for path in whole if path not in stay]
     for path in old:
-        path.rename(partial_folder(path))  # a name means whole, so the name goes first
-        shutil.rmtree(partial_folder(path), ignore_errors=True)
+        remove_checkpoint(path)
     return old
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """A name means whole, so the name goes first."""
+    remove(partial_folder(folder))
+    folder.rename(partial_folder(folder))
+    remove(partial_folder(folder))
 
 
 def _best(folders: list[Path]) -> list[Path]:
@@ -164,6 +200,8 @@ def what_is_missing(folder: Path) -> str | None:
             weights = folder / f"rank_{rank}.safetensors"
             if weights.stat().st_size != described["file_bytes"]:
                 return f"{weights.name} of {weights.stat().st_size:,} bytes where {described['file_bytes']:,} were written"
+        if "extra" in index and (folder / EXTRA).stat().st_size != index["extra"]["file_bytes"]:
+            return f"{EXTRA} of another size than was written"
     except UserError as error:
         return error.problems[0].got
     except (OSError, ValueError, KeyError, TypeError) as error:

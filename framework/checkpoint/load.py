@@ -23,9 +23,9 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from framework.checkpoint.contents import MASTER
-from framework.checkpoint.folder import read_index, read_ranks, what_is_missing
+from framework.checkpoint.folder import EXTRA, read_index, read_ranks, what_is_missing
 from framework.config.errors import Problem, UserError
-from framework.models.safetensors_io import Entry, RangeReader, read_header
+from framework.models.safetensors_io import ALL_DTYPES, Entry, RangeReader, read_header
 from framework.zero import ZeroEngine, state
 from framework.zero.layout import Piece
 
@@ -77,8 +77,11 @@ class Checkpoint:
             for number, buffer in enumerate(self.index["buffers"])
             for parameter in buffer["parameters"]
         }
+        self.frozen = {parameter["name"] for buffer in self.index["buffers"] if buffer.get("frozen") for parameter in buffer["parameters"]}
+        """Parameters that were saved but not trained."""
         self._ranks = read_ranks(self.folder, self.index)
         self._parts = self._find_parts()
+        self._extra = self._find_extra()
         self._reader = RangeReader()
         self._last_chunk: tuple[_Part, int, Tensor] | None = None
         """What was read last of a chunk that holds more than was asked for: the next parameter begins there."""
@@ -87,7 +90,7 @@ class Checkpoint:
         """By "BUFFER/KEY": the intervals in order. Raises UserError where they do not cover the buffer."""
         parts: dict[str, list[_Part]] = {}
         for rank, described in enumerate(self._ranks):
-            entries = read_header(self.folder / f"rank_{rank}.safetensors")
+            entries = read_header(self.folder / f"rank_{rank}.safetensors", ALL_DTYPES)
             for name, tensor in described["tensors"].items():
                 kind = next(kind for kind in CHECKSUMS if kind in tensor)
                 part = _Part(tensor["start"], tensor["stop"], entries[name], tensor[kind], CHECKSUMS[kind], described["chunk_bytes"])
@@ -98,6 +101,15 @@ class Checkpoint:
             if [part.start for part in intervals] != ends[:-1] or ends[-1] != buffer["total"]:
                 raise _damaged(self.folder, f"the parts of {buffer['unit'] or 'the root'} do not make a whole")
         return {name: sorted(found, key=lambda part: part.start) for name, found in parts.items()}
+
+    def _find_extra(self) -> dict[str, _Part]:
+        described = self.index.get("extra")
+        if described is None:
+            return {}
+        return {
+            name: _Part(0, prod(entry.shape), entry, described["xxh3"][name], xxh3_64_intdigest, described["chunk_bytes"])
+            for name, entry in read_header(self.folder / EXTRA, ALL_DTYPES).items()
+        }
 
     # ---- what it holds
     def read(self, name: str, start: int, stop: int, key: str = MASTER) -> Tensor:
@@ -115,6 +127,18 @@ class Checkpoint:
             self._read_part(part, begin - part.start, found[begin - place.offset - start : upto - place.offset - start])
             begin, at = upto, at + 1
         return found
+
+    def whole(self, name: str) -> Tensor:
+        """The master of the parameter `name`."""
+        shape = self.places[name].shape
+        return self.read(name, 0, prod(shape)).view(shape)
+
+    def extra(self, name: str) -> Tensor:
+        """A tensor that was saved beside the parameters."""
+        part = self._extra[name]
+        found = torch.empty(part.stop, dtype=part.entry.dtype)
+        self._read_part(part, 0, found)
+        return found.view(part.entry.shape)
 
     def where(self, name: str, key: str = MASTER) -> list[str]:
         """FILE:BYTE of each run of elements of the parameter `name`, in order."""
@@ -170,7 +194,7 @@ class Checkpoint:
     def verify(self) -> int:
         """Read everything and compare all checksums; the number of bytes comes back."""
         nbytes = 0
-        for parts in self._parts.values():
+        for parts in (*self._parts.values(), self._extra.values()):
             for part in parts:
                 chunk = torch.empty(part.per_chunk, dtype=part.entry.dtype)
                 for start in range(0, part.stop - part.start, part.per_chunk):
@@ -182,7 +206,7 @@ class Checkpoint:
     def check(self, engine: ZeroEngine) -> None:
         """Raises UserError unless these are the parameters that `engine` trains (P28)."""
         wanted = {slot.name: tuple(slot.shape) for buffer in engine.trained for slot in buffer.layout.slots}
-        found = {name: place.shape for name, place in self.places.items()}
+        found = {name: place.shape for name, place in self.places.items() if name not in self.frozen}
         if found != wanted:
             name = min(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
             got = f"{name} {list(found[name])}" if name in found else f"no {name}"
@@ -190,10 +214,10 @@ class Checkpoint:
             raise UserError(Problem(path=str(self.folder), got=got, expected=expected))
 
 
-def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
+def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint, groups: list[dict[str, Any]] | None = None) -> None:
     """Give `engine`, whose masters were read from `checkpoint`, optimizer state and step count. Every rank reads its own part.
 
-    The options of the optimizer's groups (learning rate, weight decay, ...) are those that it was made with.
+    `groups`: options of the optimizer's groups (learning rate, weight decay, ...); None: they are those that it was made with.
     """
     checkpoint.check(engine)
 
@@ -204,7 +228,7 @@ def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
         flat = {key: checkpoint.read(piece.slot.name, piece.start, piece.stop, key) for key in described["flat"]}
         return flat | {key: _scalar(value) for key, value in described["scalars"].items()}
 
-    state.load_optimizer(engine, [{} for _ in engine.optimizer.param_groups], of_piece)
+    state.load_optimizer(engine, groups or [{} for _ in engine.optimizer.param_groups], of_piece)
     engine.steps_done = checkpoint.step
     if engine.scaler is not None and (scaler := checkpoint.index.get("loss_scaler")) is not None:
         engine.scaler.load_state_dict(scaler)

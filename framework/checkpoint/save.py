@@ -13,11 +13,10 @@ in README.md.
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from framework.checkpoint.contents import Contents, FlatTensor, contents_of
-from framework.checkpoint.folder import FORMAT, INDEX, VERSION, digest_of, finish, partial_folder, sealed, unsealed
+from framework.checkpoint.folder import EXTRA, FORMAT, INDEX, VERSION, begin, digest_of, finish, partial_folder, remove, sealed, unsealed
 from framework.disk import write_whole
 from framework.models.safetensors_io import StreamWriter
 from framework.zero import ZeroEngine
+from framework.zero.buffer import FlatBuffer
 
 CHUNK_BYTES = 1 << 22
 """A checksum covers so many bytes; a reader of a few elements reads and checks whole chunks."""
@@ -42,14 +42,20 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; earlier ones are as they were."""
 
 
-def save(engine: ZeroEngine, folder: Path, *, run: dict[str, Any]) -> int:
+def save(engine: ZeroEngine, folder: Path, *, run: dict[str, Any], **more: Any) -> int:
     """Write what `engine` trains to the new `folder`; the bytes that this rank wrote come back. Collective.
 
-    `run`: what else is needed to go on, as JSON. Raises SaveError on every rank where one could not write, with the first reason.
+    `run` and `more` are those of `Save`. Raises SaveError on every rank where one could not write, with the first reason.
     """
-    under_way = Save(engine, folder, run=run)
-    while not under_way.advance():
-        pass
+    under_way = Save(engine, folder, run=run, **more)
+    try:
+        while not under_way.advance():
+            pass
+    except SaveError:
+        raise
+    except BaseException:  # Ctrl-C, or a rank is gone
+        under_way.abandon()
+        raise
     return under_way.nbytes
 
 
@@ -108,6 +114,9 @@ class Save:
     Args:
         run: what else is needed to go on, as JSON.
         staging: where to copy to first. None: written from the engine's own memory.
+        frozen: buffers of the engine that it does not train, and which are written, too.
+        extra: further tensors, which rank 0 writes; they must not change until all is written.
+        with_optimizer: whether optimizer state is written.
         afterwards: rank 0 calls it when the folder has its name, from the thread.
 
     Raises SaveError on all ranks, here and in `advance`, where one of them failed; what there is of the checkpoint is then removed.
@@ -120,6 +129,9 @@ class Save:
         *,
         run: dict[str, Any],
         staging: Staging | None = None,
+        frozen: Sequence[FlatBuffer] = (),
+        extra: Mapping[str, Tensor] | None = None,
+        with_optimizer: bool = True,
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         engine.check_last_step()
@@ -132,13 +144,21 @@ class Save:
         self._written, self._ended, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._wait_until = float("inf")
         self._agree(self._begin)
-        self._index = _index(engine, self._token, run)
+        self._extra = extra if self._world.rank == 0 else None
+        buffers = [*engine.trained, *frozen]
+        self._index = _index(engine, buffers, self._token, run, with_optimizer)
+        thread = None
         try:
-            contents = contents_of(engine)
+            contents = contents_of(engine, buffers, with_optimizer)
             copies, engine.reading = (None, None) if staging is None else staging.copy(contents.tensors, engine.device)
-            threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True)
+            thread.start()
         except Exception as error:  # like one in the thread: the other ranks hear of it when they ask
             self._fail(error)
+        except BaseException:  # Ctrl-C
+            if thread is not None and thread.ident is not None:
+                self.abandon()
+            raise
         self.stall_seconds = time.perf_counter() - self._began
 
     @property
@@ -152,9 +172,7 @@ class Save:
         try:
             self._agree(lambda: None)
         except SaveError:
-            self.give_up(0)
-            if self._world.rank == 0:
-                shutil.rmtree(partial_folder(self.folder), ignore_errors=True)
+            self.abandon()
             raise
         self._all_written, done = True, self._all_written
         self._wait_until = time.monotonic() + APPEAR_SECONDS
@@ -166,6 +184,12 @@ class Save:
         self._ended.wait(seconds)
         self._given_up.set()
         self._ended.wait()
+
+    def abandon(self) -> None:
+        """Without communication: when this returns, nothing is read from the engine's memory or written any more."""
+        self.give_up(0)
+        if self._world.rank == 0:
+            remove(partial_folder(self.folder))
 
     def _agree(self, action: Callable[[], None]) -> None:
         """`action()`; SaveError on all ranks where it, or what came before it, failed on one. The save's word is rank 0's."""
@@ -183,7 +207,7 @@ class Save:
 
     def _begin(self) -> None:
         if self._world.rank == 0:
-            _begin(partial_folder(self.folder))
+            begin(self.folder)
 
     # ---- in the thread
     def _run(self, contents: Contents, copies: list[Tensor] | None, copied: torch.cuda.Event | None) -> None:
@@ -193,6 +217,9 @@ class Save:
                 copied.synchronize()
             tensors = copies if copies is not None else (tensor.in_host_memory() for tensor in contents.tensors)
             self.nbytes = _write_rank(partial, self._world.rank, self._token, contents, tensors)
+            if self._extra:
+                self._index["extra"] = _write_extra(partial, self._extra)
+                self.nbytes += self._index["extra"]["file_bytes"]
             self.write_seconds = time.perf_counter() - self._began
             self._written.set()
             if self._world.rank == 0:
@@ -223,14 +250,8 @@ class Save:
         self._ended.set()
 
 
-def _begin(partial: Path) -> None:
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-
-
-def _index(engine: ZeroEngine, token: str, run: dict[str, Any]) -> dict[str, Any]:
-    groups = engine.optimizer.param_groups if engine.sharded_optimizer is not None else []
+def _index(engine: ZeroEngine, buffers: Sequence[FlatBuffer], token: str, run: dict[str, Any], with_optimizer: bool) -> dict[str, Any]:
+    groups = engine.optimizer.param_groups if with_optimizer and engine.sharded_optimizer is not None else []
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -246,35 +267,56 @@ def _index(engine: ZeroEngine, token: str, run: dict[str, Any]) -> dict[str, Any
                     for slot in buffer.layout.slots
                 ],
             }
-            for buffer in engine.trained
+            | ({} if buffer.layout.requires_grad else {"frozen": True})
+            for buffer in buffers
         ],
         "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
-        "param_groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        "param_groups": [{key: _number(value) for key, value in group.items() if key != "params"} for group in groups],
         "run": run,
     }
+
+
+def _number(option: Any) -> Any:
+    """An option of a param group, also where it is a tensor, as a learning rate may be."""
+    return option.item() if isinstance(option, Tensor) else option
 
 
 def _write_rank(folder: Path, rank: int, token: str, contents: Contents, values: Iterable[Tensor]) -> int:
     """rank_N.safetensors with the flat tensors, then rank_N.json with what they are and their checksums."""
     shapes = {tensor.name: ((tensor.stop - tensor.start,), tensor.dtype) for tensor in contents.tensors}
-    writer = StreamWriter(folder / f"rank_{rank}.safetensors", shapes)
-    described: dict[str, dict[str, Any]] = {}
-    for tensor, value in zip(contents.tensors, values, strict=True):
-        checksums = [xxh3_64_intdigest(chunk) for chunk in writer.write_in_chunks(tensor.name, value, CHUNK_BYTES)]
-        described[tensor.name] = {"start": tensor.start, "stop": tensor.stop, "xxh3": checksums}
-    writer.close(durably=True)
+    file_bytes, checksums = _write_tensors(folder / f"rank_{rank}.safetensors", shapes, values)
+    described = {tensor.name: {"start": tensor.start, "stop": tensor.stop, "xxh3": checksums[tensor.name]} for tensor in contents.tensors}
     _write_json(
         folder / f"rank_{rank}.json",
         {
             "save": token,
-            "file_bytes": writer.file_bytes,
+            "file_bytes": file_bytes,
             "chunk_bytes": CHUNK_BYTES,
             "tensors": described,
             "optimizer": contents.optimizer,
             "random": contents.random,
         },
     )
-    return writer.file_bytes
+    return file_bytes
+
+
+def _write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    file_bytes, checksums = _write_tensors(folder / EXTRA, shapes, (tensor.cpu().contiguous() for tensor in tensors.values()))
+    return {"file_bytes": file_bytes, "chunk_bytes": CHUNK_BYTES, "xxh3": checksums}
+
+
+def _write_tensors(
+    file: Path, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], values: Iterable[Tensor]
+) -> tuple[int, dict[str, list[int]]]:
+    """Write one file, durably: (its size, checksums of each tensor's chunks)."""
+    writer = StreamWriter(file, shapes)
+    checksums = {
+        name: [xxh3_64_intdigest(chunk) for chunk in writer.write_in_chunks(name, value, CHUNK_BYTES)]
+        for name, value in zip(shapes, values, strict=True)
+    }
+    writer.close(durably=True)
+    return writer.file_bytes, checksums
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from framework.checkpoint.folder import BEST, read_index, validation_loss, what_is_missing
 from framework.checkpoint.source import Source, check_source, find_source, newest_checkpoint, our_checkpoints
@@ -72,11 +73,16 @@ def _show(arguments: argparse.Namespace) -> None:
     _found(arguments.path)
     folder = newest_checkpoint(Path(arguments.path).expanduser(), "PATH")
     index = read_index(folder)
-    parameters = [parameter for buffer in index["buffers"] for parameter in buffer["parameters"]]
+    buffers = sorted(index["buffers"], key=lambda buffer: buffer.get("frozen", False))
+    parameters = [parameter for buffer in buffers for parameter in buffer["parameters"]]
+    frozen = [parameter for buffer in buffers if buffer.get("frozen") for parameter in buffer["parameters"]]
+    trained = parameters[: len(parameters) - len(frozen)]
     print(f"{folder}\nstep        {index['step']:,}\nranks       {index['world_size']}")
     if (loss := validation_loss(index)) is not None:
         print(f"validation  loss {loss:.4f}")
-    print(f"parameters  {sum(prod(parameter['shape']) for parameter in parameters):,} in {len(parameters)} tensors, trained")
+    print(f"parameters  {_elements(trained):,} in {len(trained)} tensors, trained")
+    if frozen:
+        print(f"            {_elements(frozen):,} in {len(frozen)} tensors, frozen")
     recipe = index["run"].get("recipe")
     if recipe is not None:
         print(f"model       {recipe['model']['path'] or 'random weights'}\nrecipe      {recipe['name']}, seed {recipe['seed']}")
@@ -88,6 +94,10 @@ def _show(arguments: argparse.Namespace) -> None:
             name = parameter["name"]
             dtype = str(checkpoint.read(name, 0, 1).dtype).removeprefix("torch.")
             _print_tensor(name, dtype, parameter["shape"], checkpoint.where(name))
+
+
+def _elements(parameters: list[dict[str, Any]]) -> int:
+    return sum(prod(parameter["shape"]) for parameter in parameters)
 
 
 def _show_foreign(source: Source, arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,7 +23,19 @@ from torch import Tensor
 from framework.config.errors import Problem, UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALL_DTYPES = DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""With those that hold no model weights: counters, masks, codes of quantised weights."""
+DTYPE_NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -34,15 +46,18 @@ class Entry:
 
     file: Path
     dtype: torch.dtype | None
-    """None: a type that holds no model weights (integers, 8-bit floats)."""
+    """None: a type that the reader of the header did not ask for."""
     dtype_name: str
     shape: tuple[int, ...]
     offset: int
     """Of its first byte in the file."""
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """The tensors of `file` by name. Raises UserError, naming the file, when it is truncated or no safetensors file."""
+def read_header(file: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[str, Entry]:
+    """The tensors of `file` by name; those of a type that is not among `dtypes` have none.
+
+    Raises UserError, naming the file, when it is truncated or no safetensors file.
+    """
     file_bytes = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -53,7 +68,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = {name: _entry(file, 8 + header_bytes, **fields) for name, fields in header.items()}
+        entries = {name: _entry(file, 8 + header_bytes, dtypes, **fields) for name, fields in header.items()}
         ends = [8 + header_bytes + fields["data_offsets"][1] for fields in header.values()]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _broken(file, f"a header that does not parse ({type(error).__name__}: {error})", "a safetensors file") from error
@@ -62,9 +77,11 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(file: Path, data_start: int, *, dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
+def _entry(
+    file: Path, data_start: int, dtypes: Mapping[str, torch.dtype], *, dtype: str, shape: list[int], data_offsets: list[int]
+) -> Entry:
     begin, end = data_offsets
-    known = DTYPES.get(dtype)
+    known = dtypes.get(dtype)
     if known is not None and end - begin != prod(shape) * known.itemsize:
         raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
     return Entry(file=file, dtype=known, dtype_name=dtype, shape=tuple(shape), offset=data_start + begin)

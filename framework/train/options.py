@@ -21,6 +21,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from framework.config.errors import Problem
+from framework.train.plain_data import pack
 
 LIGHTNING_PRECISION = {"64": "float64", "32": "float32", "bf16": "bfloat16", "16": "float16"}
 
@@ -86,6 +87,16 @@ def trainer_problems(trainer: Trainer, module: LightningModule, grad_clip: float
         for refused, reason in refusals.items():
             if isinstance(callback, refused):
                 problems.append(Problem(path="Trainer(callbacks=)", got=type(callback).__name__, expected=f"a run without it: it {reason}"))
+    if (plugin := trainer._accelerator_connector.checkpoint_io) is not None:
+        expected = "no plugin for checkpoints: every rank writes its own part of them"
+        problems.append(Problem(path="Trainer(plugins=)", got=type(plugin).__name__, expected=expected))
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "save_on_exception", False) and world_size > 1:
+            expected = "False: a checkpoint takes all ranks, and the others may not have failed"
+            problems.append(Problem(path=f"{type(callback).__name__}(save_on_exception=)", got="True", expected=expected))
+    if trainer.checkpoint_callbacks:
+        for owner in filter(None, (module, trainer.datamodule)):
+            problems += pack(dict(owner.hparams), f"{type(owner).__name__}.hparams")[2]
     if is_overridden("backward", module):
         problems.append(
             Problem(

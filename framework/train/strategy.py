@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
@@ -30,18 +30,28 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 
+from framework.checkpoint.folder import remove_checkpoint
 from framework.config.errors import Problem, UserError
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
-from framework.train.checkpoint_file import AtomicCheckpointIO, load_weights, persistent_tensors
 from framework.train.cluster import RankEnvironment
-from framework.train.held import HeldModule
+from framework.train.held import HeldModule, sharded_part
+from framework.train.lightning_checkpoint import (
+    belongs_to,
+    load_state,
+    local_path,
+    read_checkpoint,
+    restore_optimizer,
+    state_without_parameters,
+    take_over,
+    write_checkpoint,
+)
 from framework.train.options import optimizer_problems, trainer_problems
 from framework.train.precision import EnginePrecision
 from framework.zero import StepStats, ZeroEngine
+from framework.zero.load import Read
 
 RENDEZVOUS_SECONDS = 300
 """The least time that ranks wait for each other at the start: their imports may take long on a busy machine."""
-CHECKPOINT_FORMAT = "zero-engine-1"
 
 
 class ZeroStrategy(ParallelStrategy):
@@ -102,6 +112,8 @@ class ZeroStrategy(ParallelStrategy):
         """The module, while an engine has it: that of `fit`, or one without optimizer for `validate`, `test` and `predict`."""
         self._filled = False
         """Whether weights were trained or loaded already, so that `read` must not put them back."""
+        self._loaded: Read | None = None
+        """Parameters of a checkpoint, for the engine that takes the module next."""
         self._owns_group = False
         self._failed = False
         self._accumulating = False
@@ -169,7 +181,7 @@ class ZeroStrategy(ParallelStrategy):
                     expected="a new model, ZeroStrategy and Trainer",
                 )
             )
-        self._failed = False
+        self._failed, self._loaded = False, None
         if self.world_size > 1:
             reset_seed()  # the seed of `seed_everything`, so that ranks that were started later draw the same numbers
             if not dist.is_initialized():
@@ -255,12 +267,12 @@ class ZeroStrategy(ParallelStrategy):
                 grad_clip=self.grad_clip,
                 group=self.group,
                 device=self.root_device,
-                read=self.read if reads else None,
+                read=self._loaded or (self.read if reads else None),
                 seed=self.seed,
                 show_progress=True,
             ),
         )
-        self._filled, self._stepping = True, False
+        self._filled, self._loaded, self._stepping = True, None, False
         if fitting:
             self.engine = self._held.engine
 
@@ -292,7 +304,6 @@ class ZeroStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self.checkpoint_io.teardown()
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
 
@@ -349,55 +360,61 @@ class ZeroStrategy(ParallelStrategy):
         return reduced / dist.get_world_size(group) if mean else reduced
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
-    # Lightning's own file: "state_dict" holds full named tensors, "optimizer_states" the engine's state, whatever stage and number of
-    # ranks wrote it. Weights are loaded into the module before an engine takes it, as in a plain Trainer.
+    # Folders that every rank writes its part of; see lightning_checkpoint.py. What is loaded goes to the engine when it takes the module.
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
-    def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Full fp32 parameters and the buffers on rank 0, nothing elsewhere. Collective."""
-        if self._held is None:
-            return self.lightning_module.state_dict() if self.is_global_zero else {}
-        named = dict(self._held.engine.full_tensors())
-        if not self.is_global_zero:
-            return {}
-        full = {id(parameter): named[name] for name, parameter in self._held.sharded.named_parameters()}
-        return {name: full[id(tensor)] if id(tensor) in full else tensor.cpu() for name, tensor in persistent_tensors(self._held.module)}
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Names and buffers; parameters without values, which `save_checkpoint` writes from the engine."""
+        engine = None if self._held is None else self._held.engine
+        return state_without_parameters(self.lightning_module, sharded_part(self.lightning_module), engine)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The engine's optimizer state on rank 0, nothing elsewhere. Collective. The masters are in "state_dict" already."""
-        state = self.engine.state_dict()
-        state.pop("model", None)
-        return {"format": CHECKPOINT_FORMAT, **state} if self.is_global_zero else {}
+        """The options of its groups; the state is the engine's."""
+        return {"param_groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise UserError(Problem(path="save_checkpoint(storage_options=)", got=repr(storage_options), expected="a folder on a disk"))
+        if self.world_size > 1 and self.group is None:
+            raise UserError(Problem(path="save_checkpoint", got="ranks that do not meet", expected="a save after `fit` and before `close`"))
+        folder = local_path(self.broadcast(str(filepath)))
+        with self._engine_to_save(with_optimizer=bool(checkpoint.get("optimizer_states"))) as engine:
+            write_checkpoint(engine, folder, checkpoint)
+
+    @contextmanager
+    def _engine_to_save(self, with_optimizer: bool) -> Iterator[ZeroEngine]:
+        """The engine that has the module; after a run, that of `fit`, or one for this save."""
+        if self._held is None and self.engine is not None and belongs_to(self.engine, self.lightning_module):
+            take_over(self.engine)
+            yield self.engine
+        elif with_optimizer and (self._held is None or self._held.engine is not self.engine):
+            got = "optimizer state of other parameters, or a save during validate, test or predict"
+            expected = "a save during or after `fit` of this model, or of its weights alone"
+            raise UserError(Problem(path="save_checkpoint", got=got, expected=expected, fix="save_checkpoint(PATH, weights_only=True)"))
+        elif self._held is None:
+            self._take(self.lightning_module.trainer, fitting=False)
+            try:
+                yield self._held.engine
+            finally:
+                self._give_back()
+        else:
+            yield self._held.engine
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero and os.path.lexists(folder := local_path(filepath)):
+            remove_checkpoint(folder)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Nothing but tensors and plain data is ever loaded, whatever `weights_only` says."""
+        return read_checkpoint(checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._held is not None:
             self._give_back()
-        load_weights(self.lightning_module, checkpoint["state_dict"], strict)
-        self._filled = True
+        module = self.lightning_module
+        self._loaded = load_state(module, sharded_part(module), checkpoint["state_dict"], strict, self.read)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != 1 or states[0].get("format") != CHECKPOINT_FORMAT:
-            raise UserError(
-                Problem(
-                    path="fit(ckpt_path=)",
-                    got="a checkpoint with optimizer state of another strategy",
-                    expected="one written under ZeroStrategy",
-                    fix='model.load_state_dict(torch.load(PATH)["state_dict"]); trainer.fit(model)  # weights only',
-                )
-            )
-        file_names = {id(tensor): name for name, tensor in persistent_tensors(self._held.module)}
-        masters = {name: checkpoint["state_dict"][file_names[id(parameter)]] for name, parameter in self._held.sharded.named_parameters()}
-        self.engine.load_state_dict({"model": masters, **states[0]})
+        restore_optimizer(self.engine, self._held.module, self._held.sharded, checkpoint)
 
 
 def _inside_hydra() -> bool:

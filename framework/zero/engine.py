@@ -117,6 +117,8 @@ class ZeroEngine:
         self._verdict: norm.Verdict | None = None
         self.keeps_gathered = 0
         """Depth of `gathered()`; nothing is released inside."""
+        self.names_only = False
+        """Set while `module.state_dict(keep_vars=True)` is asked for which tensors there are, and not for what parameters hold."""
         self._new_step()
 
         originals = dict(module.named_parameters(remove_duplicate=False))

@@ -139,7 +139,7 @@ class Unit:
         return all(buffer.permanent for buffer in self.buffers)
 
     def _before_state_dict(self, *_: Any) -> None:
-        if not all(buffer.readable for buffer in self.buffers):
+        if not self.engine.names_only and not all(buffer.readable for buffer in self.buffers):
             raise RuntimeError(
                 f"state_dict() of {self.name or 'the model'}: no rank holds its whole parameters now. Use dict(engine.full_tensors()) or "
                 "engine.state_dict(), on every rank, or call it inside `with engine.gathered():`"

@@ -290,7 +290,7 @@ def fail_on_one_rank(folder: Path, bad: int, where: str):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "where"), [(0, "_begin"), (0, "_write_rank"), (1, "_write_rank"), (0, "finish"), (1, "_write_json")])
+@pytest.mark.parametrize(("rank", "where"), [(0, "begin"), (0, "_write_rank"), (1, "_write_rank"), (0, "finish"), (1, "_write_json")])
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_training_can_go_on(ranks, tmp_path, rank, where):
     messages = ranks(2, fail_on_one_rank, tmp_path, rank, where)
     assert messages == [f"rank {rank}: [Errno 28] No space left on device"] * 2

@@ -77,6 +77,23 @@ class Regressor(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Mixed(Regressor):
+    """With all that a checkpoint must bring back: random numbers in training, statistics, frozen layers, hyper-parameters."""
+
+    def __init__(self, seed: int = 1, width: int = 12) -> None:
+        super().__init__(seed)
+        self.save_hyperparameters()
+        self.before = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)).requires_grad_(False)
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.codes = nn.Parameter(torch.randint(0, 9, (8,), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(self.dropout(x + self.before(x) / (1 + self.codes))))
+
+    def predict_step(self, batch, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
 class OnMeta(LightningModule):
     """Built in `configure_model`, with tied weights."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -46,6 +47,21 @@ def test_clipping_set_twice_is_refused():
 
 def test_a_callback_that_averages_parameters_is_refused():
     assert "StochasticWeightAveraging" in refusal(Regressor(), callbacks=[StochasticWeightAveraging(0.1)])
+
+
+class KeepsALayer(Regressor):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_that_no_checkpoint_could_hold_are_refused_before_training():
+    message = refusal(KeepsALayer(torch.nn.Linear(1, 1)), callbacks=[ModelCheckpoint("nowhere")], enable_checkpointing=True)
+    assert "KeepsALayer.hparams['layer']" in message and "save_hyperparameters(ignore=" in message
+
+
+def test_a_plugin_that_writes_checkpoints_is_refused():
+    assert "got TorchCheckpointIO" in refusal(Regressor(), plugins=[TorchCheckpointIO()])
 
 
 def test_an_overridden_backward_is_refused():
@@ -116,6 +132,16 @@ def sync_batchnorm_on_cpu():
 def test_sync_batchnorm_is_refused_on_cpu_where_torch_has_none(ranks):
     for message in ranks(2, sync_batchnorm_on_cpu):
         assert "sync_batchnorm" in message
+
+
+def saving_on_exception():
+    callback = ModelCheckpoint("nowhere", save_on_exception=True)
+    return refusal(Regressor(), world_size=dist.get_world_size(), callbacks=[callback], enable_checkpointing=True)
+
+
+def test_a_save_on_exception_is_refused_on_several_ranks_as_it_takes_all_of_them(ranks):
+    for message in ranks(2, saving_on_exception):
+        assert "ModelCheckpoint(save_on_exception=)" in message
 
 
 def sampler_of_lightning():

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from framework.disk import sync, write_whole
 CHECKPOINTS = "checkpoints"
 LATEST, BEST = "latest", "best"
 INDEX, EXTRA = "index.json", "extra.safetensors"
-SUMMARY = "summary.json"
-"""Of a run: how it ended."""
+SUMMARY, ENVIRONMENT = "summary.json", "env.json"
+"""Of a run: how it ended; when and where it began."""
 STEP = re.compile(r"step_(\d+)")
 FORMAT, VERSION = "framework checkpoint", 2
 
@@ -221,24 +222,53 @@ def resolve(resume: str, runs_dir: Path, name: str) -> Path | None:
     if resume == "auto":
         run = newest_run(runs_dir, name)
         return None if run is None or is_done(run) else whole_checkpoints(run)[-1].absolute()
-    path = Path(resume).expanduser()
-    if path.name in (LATEST, BEST) and path.is_file():
-        path = path.with_name(path.read_text().strip())
-    found = [path] if (path / INDEX).is_file() else checkpoints(path)
+    path = pointed(Path(resume).expanduser(), "resume")
+    found = checkpoints_at(path)
     whole = [folder for folder in found if what_is_missing(folder) is None]
     if not whole:
         reasons = "; ".join(f"{folder.name}: {what_is_missing(folder)}" for folder in found)
         got = f"{resume}, which {f'has no whole checkpoint ({reasons})' if found else 'holds no checkpoint'}"
-        expected = "a run directory with checkpoints, one checkpoint folder, auto or none"
+        expected = "a run directory with checkpoints, one checkpoint folder, RUN/checkpoints/best, auto or none"
         raise UserError(Problem(path="resume", got=got, expected=expected, fix="resume=none"))
     return whole[-1].absolute()
 
 
+def pointed(path: Path, setting: str) -> Path:
+    """What `latest` or `best` of a run names; any other path as it is. Raises UserError where it names no checkpoint."""
+    if path.name not in (LATEST, BEST) or not path.is_file():
+        return path
+    name = path.read_text(errors="replace").strip()
+    if not STEP.fullmatch(name) or not path.with_name(name).is_dir():
+        got, expected = f"{path}, which names {name[:50]!r}", f"the name of a checkpoint in {path.parent}"
+        raise UserError(Problem(path=setting, got=got, expected=expected, fix=f"{setting}={path.parent.parent}"))
+    return path.with_name(name)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """One checkpoint folder, or all of a run, oldest first; RUN/checkpoints stands for the run."""
+    if (path / INDEX).is_file():
+        return [path]
+    return checkpoints(path.parent if path.name == CHECKPOINTS else path)
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run whose checkpoint `folder` is; None for one that somebody has put elsewhere."""
+    return folder.parent.parent if folder.parent.name == CHECKPOINTS and STEP.fullmatch(folder.name) else None
+
+
 def newest_run(runs_dir: Path, name: str) -> Path | None:
-    """The newest run of this name that is done or has a whole checkpoint, run directories being named by their time."""
+    """The run of this name that began last, of those that are done or have a whole checkpoint."""
     runs = Path(runs_dir).expanduser() / name
-    found = sorted(runs.iterdir(), reverse=True) if runs.is_dir() else []
+    found = sorted(runs.iterdir(), key=lambda run: (_began(run), run.name), reverse=True) if runs.is_dir() else []
     return next((run for run in found if is_done(run) or whole_checkpoints(run)), None)
+
+
+def _began(run: Path) -> float:
+    """Seconds since 1970, by what the run itself has noted: names of folders are local times, and a copy has a name of its own."""
+    try:
+        return datetime.fromisoformat(json.loads((run / ENVIRONMENT).read_text())["time"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def whole_checkpoints(run_dir: Path) -> list[Path]:

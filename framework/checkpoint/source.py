@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from framework.checkpoint.folder import CHECKPOINTS, INDEX, LATEST, checkpoints, read_index, what_is_missing
+from framework.checkpoint.folder import LATEST, checkpoints_at, pointed, read_index, what_is_missing
 from framework.config.errors import Problem, UserError
 from framework.models.locate import TOKENIZER_FILES, check_path, export_of_run, is_adapter
 
@@ -56,7 +56,7 @@ class Source:
 
 def find_source(path: str, setting: str = "model.path") -> Source:
     """What `path` leads to. Raises UserError for a run or checkpoint that has nothing whole; `check_source` looks at other paths."""
-    folder = Path(path).expanduser()
+    folder = pointed(Path(path).expanduser(), setting)
     if not folder.is_dir() or (folder / "export").is_dir():
         return Source("model", export_of_run(path, setting))
     if (checkpoint := newest_checkpoint(folder, setting)) is not None:
@@ -93,19 +93,12 @@ def check_source(path: str, setting: str = "model.path", *, has_tokenizer: bool 
 
 def newest_checkpoint(folder: Path, setting: str) -> Path | None:
     """The checkpoint in `folder`, or the newest whole one of the run; None where there is none. Raises UserError where none is whole."""
-    found = our_checkpoints(folder)
+    found = checkpoints_at(folder)
     whole = [checkpoint for checkpoint in found if what_is_missing(checkpoint) is None]
     if found and not whole:
         reasons = "; ".join(f"{checkpoint.name}: {what_is_missing(checkpoint)}" for checkpoint in found)
         raise UserError(Problem(path=setting, got=f"{folder}, which has no whole checkpoint ({reasons})", expected="a whole one"))
     return whole[-1] if whole else None
-
-
-def our_checkpoints(folder: Path) -> list[Path]:
-    """One checkpoint folder, or all of a run, oldest first; RUN/checkpoints stands for the run."""
-    if (folder / INDEX).is_file():
-        return [folder]
-    return checkpoints(folder.parent if folder.name == CHECKPOINTS else folder)
 
 
 def _deepspeed_tag(folder: Path, setting: str) -> Path | None:
@@ -114,7 +107,7 @@ def _deepspeed_tag(folder: Path, setting: str) -> Path | None:
         return folder
     if not (folder / LATEST).is_file():
         return None
-    tag = folder / (folder / LATEST).read_text().strip()
+    tag = folder / (folder / LATEST).read_text(errors="replace").strip()
     if not any(tag.glob(MODEL_STATES)):
         got, expected = f"{folder}, whose file {LATEST} names {tag.name}, where no {MODEL_STATES} is", "a whole checkpoint"
         raise UserError(Problem(path=setting, got=got, expected=expected))

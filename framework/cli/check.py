@@ -77,4 +77,4 @@ def check_checkpoint(recipe: RecipeConfig) -> list[Problem]:
         index = read_index(folder)
         return compare_settings(recipe, index["run"], index["step"])
     except UserError as error:
-        return error.problems
+        return list(error.problems)

@@ -13,8 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint.folder import BEST, read_index, validation_loss, what_is_missing
-from framework.checkpoint.source import Source, check_source, find_source, newest_checkpoint, our_checkpoints
+from framework.checkpoint.folder import BEST, checkpoints_at, pointed, read_index, validation_loss, what_is_missing
+from framework.checkpoint.source import Source, check_source, find_source, newest_checkpoint
 from framework.config.errors import Problem, UserError
 from framework.progress import busy, loading_libraries, progress
 
@@ -71,7 +71,7 @@ def _show(arguments: argparse.Namespace) -> None:
         _show_foreign(source, arguments)
         return
     _found(arguments.path)
-    folder = newest_checkpoint(Path(arguments.path).expanduser(), "PATH")
+    folder = newest_checkpoint(pointed(Path(arguments.path).expanduser(), "PATH"), "PATH")
     index = read_index(folder)
     buffers = sorted(index["buffers"], key=lambda buffer: buffer.get("frozen", False))
     parameters = [parameter for buffer in buffers for parameter in buffer["parameters"]]
@@ -150,7 +150,7 @@ def _read_foreign(source: Source) -> None:
 def _foreign(path: str) -> Source | None:
     """A checkpoint of another program; None for a path that leads to one of ours."""
     folder = Path(path).expanduser()
-    if our_checkpoints(folder) or not folder.is_dir():
+    if checkpoints_at(folder) or not folder.is_dir():
         return None
     source = find_source(path, "PATH")
     return source if source.is_foreign else None
@@ -158,8 +158,8 @@ def _foreign(path: str) -> Source | None:
 
 def _found(path: str) -> list[Path]:
     """One checkpoint folder, or all of a run."""
-    folder = Path(path).expanduser()
-    if found := our_checkpoints(folder):
+    folder = pointed(Path(path).expanduser(), "PATH")
+    if found := checkpoints_at(folder):
         return found
     expected = "a run directory with checkpoints, one checkpoint folder, or a folder of DeepSpeed or torch DCP"
     raise UserError(Problem(path="PATH", got=f"{folder}, which holds no checkpoint", expected=expected))

@@ -8,17 +8,21 @@ is merged into the original weights in floating point, also where it was trained
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
-from framework.checkpoint.source import Source, check_source, find_source
+from framework.checkpoint.folder import whole_checkpoints
+from framework.checkpoint.source import CONFIG, Source, check_source, find_source
 from framework.config.errors import Problem, UserError
 from framework.config.schema import ModelConfig
 from framework.models.locate import check_path
 from framework.progress import loading_libraries
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+EXPORT = "export"
+"""Of a run: the model as it was written at the end."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", re.IGNORECASE)
 
@@ -53,7 +57,7 @@ def _checked(arguments: argparse.Namespace) -> Source:
     problems = check_source(arguments.model, "MODEL", has_tokenizer=arguments.tokenizer is not None)
     source = None if problems else find_source(arguments.model, "MODEL")
     if source is not None:
-        problems += _of_adapters(arguments, source)
+        problems += _of_adapters(arguments, source) + _of_precision(arguments, source)
     if arguments.tokenizer is not None:
         problems += check_path(arguments.tokenizer, "--tokenizer", weights=False)
     out = Path(arguments.out).expanduser()
@@ -85,6 +89,20 @@ def _of_adapters(arguments: argparse.Namespace, source: Source) -> list[Problem]
         for option, value in options.items()
         if value not in (None, "hf")
     ]
+
+
+def _of_precision(arguments: argparse.Namespace, source: Source) -> list[Problem]:
+    """What RUN/export has lost when it was written does not come back; the run's checkpoints have it."""
+    run = Path(arguments.model).expanduser()
+    if DTYPES[arguments.dtype or "bf16"] != "float32" or source.is_adapter or source.folder != run / EXPORT:
+        return []
+    config = json.loads((source.folder / CONFIG).read_text())
+    written = config.get("dtype", config.get("torch_dtype"))
+    if written == "float32":
+        return []
+    got, expected = f"{arguments.dtype} of {source.path}, which was written in {written}", "a checkpoint, whose weights are fp32, or bf16"
+    fix = f"framework export {found[-1]} OUT --dtype fp32" if (found := whole_checkpoints(run)) else f"--dtype {written}"
+    return [Problem(path="--dtype", got=got, expected=expected, fix=fix)]
 
 
 def _write(arguments: argparse.Namespace, source: Source) -> None:

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback
 
 from framework.checkpoint.export import export_adapter, export_folder
-from framework.checkpoint.folder import resolve
+from framework.checkpoint.folder import resolve, run_of
 from framework.checkpoint.load import Checkpoint
 from framework.checkpoint.open import digest_of, for_export, open_model, tokenizer_config
 from framework.config.errors import Problem, UserError
@@ -43,7 +43,7 @@ from framework.models.selection import check_selection
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.plan.plan import DataFacts, Plan, make_plan
-from framework.plan.resume import check_resume, state_of
+from framework.plan.resume import check_resume, state_of, validates_alike
 from framework.progress import busy
 from framework.ranks import Place, launched
 from framework.train.callbacks.agreement import Agreement
@@ -180,7 +180,8 @@ def watch_over(
     callbacks.append(PlotMetrics(run_dir, recipe.name))
     if checkpoint:
         progress.load_state_dict(checkpoint.run["progress"])
-        patience.load_state_dict(checkpoint.run.get("patience", patience.state_dict()))  # older ones have none
+        if validates_alike(recipe, checkpoint.run["recipe"]):  # else its best loss is one of other data
+            patience.load_state_dict(checkpoint.run["patience"])
         callbacks.insert(0, Resume(checkpoint))
     return Watch(stop=stop, progress=progress, patience=patience, saves=saves, callbacks=callbacks)
 
@@ -302,11 +303,11 @@ def resumed(plan: Plan, prepared: Prepared, remembered: dict[str, Any], folder: 
     if is_first:
         for change in changes:
             print(f"changed since the checkpoint: {change}", flush=True)
-        earlier = folder.parents[1] / METRICS
-        if not earlier.exists():
-            print(f"{METRICS} begins after step {checkpoint.step:,}: there is no {earlier} to go on with", flush=True)
-        continue_metrics(earlier, run_dir / METRICS, checkpoint.step, prepared.source_names)
-        continue_answers(folder.parents[1] / ANSWERS, run_dir / ANSWERS, checkpoint.step)
+        earlier = run_of(folder) or folder
+        if not (earlier / METRICS).exists():
+            print(f"{METRICS} begins after step {checkpoint.step:,}: there is no {earlier / METRICS} to go on with", flush=True)
+        continue_metrics(earlier / METRICS, run_dir / METRICS, checkpoint.step, prepared.source_names)
+        continue_answers(earlier / ANSWERS, run_dir / ANSWERS, checkpoint.step)
     return checkpoint
 
 

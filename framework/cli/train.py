@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from framework.checkpoint.folder import checkpoints, is_done, newest_run, resolve, step_of, what_is_missing
+from framework.checkpoint.folder import checkpoints, is_done, newest_run, resolve, run_of, step_of, what_is_missing
 from framework.cli.check import check_everything
 from framework.cli.external import join_run, quiet_console
 from framework.cli.launch import launch
@@ -97,7 +97,8 @@ def with_checkpoint(job: Composed) -> Composed:
     folder = resolve(recipe.resume, Path(recipe.runs_dir), recipe.name)
     if folder is not None:
         print(f"resuming from {folder}", flush=True)
-        for newer in checkpoints(folder.parents[1]):
+        run = run_of(folder)
+        for newer in [] if run is None else checkpoints(run):
             if step_of(newer) > step_of(folder) and (missing := what_is_missing(newer)):
                 print(f"not from {newer}: {missing}", flush=True)
     elif (done := newest_run(Path(recipe.runs_dir), recipe.name)) is not None and is_done(done):

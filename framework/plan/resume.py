@@ -19,8 +19,19 @@ if TYPE_CHECKING:
 
 FIXED = ("seed", "model.arch", "model.freeze", "model.train_last_n_blocks", "peft", "optimizer.name", "data.packing", "data.shuffle")
 """Settings that make another model or another order of samples. (Of the data a digest is compared, of the model its parameters.)"""
-REMARKABLE = ("model.path", "model.tokenizer", "optimizer", "schedule", "precision", "trainer.max_steps", "trainer.epochs")
-"""Settings that may change, and may change the training that follows."""
+REMARKABLE = (
+    "model.path",
+    "model.tokenizer",
+    "model.chat_template",
+    "data.validation",
+    "data.validation_fraction",
+    "optimizer",
+    "schedule",
+)
+REMARKABLE += ("precision", "trainer.max_steps", "trainer.epochs", "eval")
+"""Settings that may change, and may change the training that follows or what is measured of it."""
+WHERE_IT_BEGAN = ("precision.initial_loss_scale",)
+"""Settings that a resumed run has no use for."""
 
 
 def state_of(plan: Plan) -> dict[str, Any]:
@@ -76,10 +87,21 @@ def check_resume(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
     if problems:
         raise UserError(*problems)
     changed = _changed(plan.recipe, saved)
-    lines = [f"{key}: {_written(old)} -> {_written(new)}" for key, (old, new) in changed.items() if _below(key, REMARKABLE)]
+    began = WHERE_IT_BEGAN if saved["recipe"]["precision"]["compute_dtype"] == plan.recipe.precision.compute_dtype else ()
+    lines = [
+        f"{key}: {_written(old)} -> {_written(new)}"
+        for key, (old, new) in changed.items()
+        if _below(key, REMARKABLE) and not _below(key, began)
+    ]
     if saved["total_steps"] != plan.steps.total_steps:
         lines.append(f"steps of the whole run: {saved['total_steps']:,} -> {plan.steps.total_steps:,} (the schedule follows)")
     return lines
+
+
+def validates_alike(recipe: RecipeConfig, saved: Mapping[str, Any]) -> bool:
+    """Whether validation losses of `recipe` can be compared with those of the saved one."""
+    now, then = _flat(to_dict(recipe)), _flat(saved)
+    return all(now[key] == then.get(key) for key in ("data.validation", "data.validation_fraction", "eval.max_batches"))
 
 
 def _changed(recipe: RecipeConfig, saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -105,4 +127,6 @@ def _below(key: str, names: tuple[str, ...]) -> bool:
 
 
 def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")

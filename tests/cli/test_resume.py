@@ -22,6 +22,7 @@ import framework.cli.fit
 import framework.train.callbacks.checkpoint
 from framework.checkpoint.folder import FORMAT, VERSION, checkpoints, read_index, resolve, sealed, step_folder, step_of, validation_loss
 from framework.checkpoint.load import Checkpoint
+from framework.cli import check as check_command
 from framework.cli import checkpoint as checkpoint_command
 from framework.cli.fit import dashboard_run, plan_of, preview
 from framework.cli.launch import launch
@@ -304,3 +305,39 @@ def _run_with_tokens_of_rank_0(recipe: RecipeConfig, run_dir: Path) -> None:
 
 def test_machines_that_do_not_share_the_run_directory_are_told_before_the_first_step(ranks, full, tmp_path):
     ranks(2, on_a_folder_of_its_own, dataclasses.replace(full, checkpoint=SAVES), tmp_path, timeout=120)
+
+
+def test_a_resume_that_leads_nowhere_is_told_by_the_command_with_what_to_write(tmp_path, capsys):
+    words = ["+recipe=quickstart", f"runs_dir={tmp_path}", "trainer.accelerator=cpu"]
+    for resume, said in (("atuo", "holds no checkpoint"), (str(tmp_path / "none"), "holds no checkpoint")):
+        assert check_command.main([*words, f"resume={resume}"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_kept_under_another_name_goes_on_and_the_best_by_its_pointer(ranks, full, tmp_path, capsys):
+    whole = run(ranks, 1, full, tmp_path / "whole")
+    kept = tmp_path / "kept" / "good"
+    shutil.copytree(step_folder(whole, 4), kept)
+    again = run(ranks, 1, full, tmp_path / "again", resume=str(kept))
+    assert logged(again) == [row for row in logged(whole) if row.step > 4]
+    assert resolve(str(whole / "checkpoints"), tmp_path, "x") == step_folder(whole, STEPS)
+    best = whole / "checkpoints" / "best"
+    best.write_text("step_3\n")
+    assert resolve(str(best), tmp_path, "x") == step_folder(whole, 3)
+    assert checkpoint_command.main(["ls", str(best)]) == 0
+    assert "step_3" in capsys.readouterr().out
+    for nonsense in ("", "/etc", "step_99", "../../.."):
+        best.write_text(nonsense)
+        with pytest.raises(UserError, match="which names"):
+            resolve(str(best), tmp_path, "x")
+
+
+def test_the_newest_run_is_the_one_that_began_last_whatever_it_is_called(ranks, full, tmp_path):
+    first = run(ranks, 1, full, tmp_path / "tiny" / "2026-01-01_10-00-00")
+    (first / "summary.json").unlink()
+    for name, began in (("2026-01-01_10-00-00", "10:00:00+0100"), ("a copy", "10:00:00+0100"), ("2026-01-01_09-30-00", "09:30:00+0000")):
+        folder = tmp_path / "tiny" / name
+        if not folder.exists():
+            shutil.copytree(first, folder)
+        (folder / "env.json").write_text(f'{{"time": "2026-01-01T{began}"}}')
+    assert resolve("auto", tmp_path, "tiny").parent.parent.name == "2026-01-01_09-30-00"

@@ -61,7 +61,11 @@ def finish(folder: Path) -> None:
     sync(partial)
     if os.path.lexists(folder):
         folder.rename(old)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:
+        put_back(folder)
+        raise
     sync(folder.parent)
     remove(old)
     if STEP.fullmatch(folder.name):
@@ -69,7 +73,7 @@ def finish(folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """After a crash in `finish`: the old checkpoint gets its name back, if no new one has it."""
+    """After a crash or failure in `finish`: the old checkpoint gets its name back, if no new one has it."""
     old = replaced_folder(folder)
     if os.path.lexists(folder):
         remove(old)

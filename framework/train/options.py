@@ -96,7 +96,7 @@ def trainer_problems(trainer: Trainer, module: LightningModule, grad_clip: float
             problems.append(Problem(path=f"{type(callback).__name__}(save_on_exception=)", got="True", expected=expected))
     if trainer.checkpoint_callbacks:
         for owner in filter(None, (module, trainer.datamodule)):
-            problems += pack(dict(owner.hparams), f"{type(owner).__name__}.hparams")[2]
+            problems += pack(owner.hparams, f"{type(owner).__name__}.hparams")[2]
     if is_overridden("backward", module):
         problems.append(
             Problem(

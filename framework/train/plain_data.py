@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.parsing import AttributeDict
+from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from torch import Tensor, nn
 

@@ -366,3 +366,20 @@ def test_a_checkpoint_has_its_name_only_when_all_is_there(tmp_path):
     finish(folder)
     assert (folder / "index.json").read_text() == '"again"'
     assert sorted(path.name for path in folder.parent.iterdir()) == ["latest", "step_5"]
+
+
+def test_a_folder_that_cannot_get_its_name_leaves_the_earlier_one(tmp_path, monkeypatch):
+    folder, rename = step_folder(tmp_path, 5), Path.rename
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text("{}")
+    partial_folder(folder).mkdir()
+
+    def fails(path, target):
+        if path == partial_folder(folder):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        finish(folder)
+    assert (folder / "index.json").read_text() == "{}"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.utilities.parsing import AttributeDict
+from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 

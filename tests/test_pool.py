@@ -88,10 +88,12 @@ def test_each_rank_is_in_a_group_of_that_world_size_and_results_come_in_rank_ord
 
 def test_processes_are_kept_between_calls_and_a_call_costs_milliseconds(ranks):
     first = ranks(2, process_id)
-    began = time.perf_counter()
+    seconds = []
     for _ in range(10):
+        began = time.perf_counter()
         assert ranks(2, process_id) == first
-    assert (time.perf_counter() - began) / 10 < 0.5  # about 5 ms on an idle machine; an import of torch takes seconds
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.5  # about 5 ms on an idle machine; an import of torch takes seconds
 
 
 def test_a_call_finds_nothing_that_an_earlier_one_left_in_global_state(ranks):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from framework.checkpoint import save as saving
 from framework.checkpoint.folder import (
     checkpoints,
+    digest_of,
     finish,
     partial_folder,
     prune,
@@ -203,6 +204,37 @@ def test_a_flipped_bit_is_found_and_only_what_it_touches_is_lost(whole, share):
     data[round(share * len(data)) - 1] ^= 4
     file.write_bytes(data)
     assert "rank_0.safetensors: got changed bytes between" in refusal(whole)
+
+
+@pytest.mark.parametrize("header_has_a_checksum", [True, False], ids=["", "as_saved_before"])
+def test_a_flipped_bit_of_a_header_is_an_error_that_names_the_file(whole, header_has_a_checksum):
+    file = whole / "rank_1.safetensors"
+    if not header_has_a_checksum:
+        described = [json.loads((whole / f"rank_{rank}.json").read_text()) for rank in range(2)]
+        texts = [sealed({key: value for key, value in rank.items() if key not in ("header_sha256", "sha256")}) for rank in described]
+        for rank, text in enumerate(texts):
+            (whole / f"rank_{rank}.json").write_text(text)
+        index = read_index(whole)
+        del index["sha256"]
+        (whole / "index.json").write_text(sealed(index | {"ranks": [digest_of(text) for text in texts]}))
+    good = Checkpoint(whole)
+    values = {name: good.whole(name) for name in good.places}
+    data = file.read_bytes()
+    for position in range(0, 8 + int.from_bytes(data[:8], "little"), 5):
+        with file.open("r+b") as stream:
+            stream.seek(position)
+            stream.write(bytes([data[position] ^ 1 << position % 7]))
+        try:
+            found = Checkpoint(whole)
+            read = {name: found.whole(name) for name in found.places}
+        except UserError as error:
+            assert str(file) in str(error)
+        else:  # the bit was in the padding or in a word that says nothing
+            assert not header_has_a_checksum and all(torch.equal(read[name], values[name]) for name in values)
+        with file.open("r+b") as stream:
+            stream.seek(position)
+            stream.write(data[position : position + 1])
+    assert Checkpoint(whole).verify() > 0
 
 
 def test_parts_of_two_saves_are_not_mixed(ranks, whole, tmp_path):

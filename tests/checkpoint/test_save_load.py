@@ -386,6 +386,29 @@ def test_what_resume_means(whole, tmp_path):
         resolve(str(tmp_path / "nowhere"), tmp_path, "x")
 
 
+def test_an_index_of_a_million_brackets_is_a_broken_description(tmp_path):
+    folder = step_folder(tmp_path, 5)
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text("[" * 1_000_000)
+    with pytest.raises(UserError, match=r"index.json: got RecursionError"):
+        read_index(folder)
+    assert what_is_missing(folder) is not None
+
+
+def test_a_whole_checkpoint_of_a_step_that_is_saved_again_keeps_its_name(whole):
+    """No moment at which a crash leaves the step without a name."""
+    before = {file.name: file.stat().st_ino for file in whole.iterdir()}
+    shutil.copytree(whole, partial_folder(whole))
+    (whole.parent / "latest").unlink()
+    finish(whole)
+    assert {file.name: file.stat().st_ino for file in whole.iterdir()} == before
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["latest", "step_3"]
+    shutil.copytree(whole, partial_folder(whole))
+    (whole / "rank_1.json").unlink()
+    finish(whole)
+    assert what_is_missing(whole) is None, "one that is damaged is replaced"
+
+
 def test_a_checkpoint_has_its_name_only_when_all_is_there(tmp_path):
     folder = step_folder(tmp_path, 5)
     partial_folder(folder).mkdir(parents=True)

@@ -12,6 +12,7 @@ built from inert records, and only the rows that are asked for are read.
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 
 from framework.checkpoint.source import METADATA
-from framework.checkpoint.torch_archive import DTYPE_NAMES, Inert, StoredTensor, read_archive, unpickle
+from framework.checkpoint.torch_archive import DTYPE_NAMES, Inert, StoredTensor, checked_bytes, read_archive, shape_of, unpickle
 from framework.config.errors import Problem, UserError
-from framework.models.safetensors_io import RangeReader
+from framework.models.safetensors_io import RangeReader, unreadable
 
 LAYOUT = "a folder written by torch.distributed.checkpoint.save"
 
@@ -78,30 +79,41 @@ class DCPWeights:
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, RangeReader()
         self._fix = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE  (if you trust it)"
-        with (folder / METADATA).open("rb") as stream:
-            metadata = unpickle(stream, _metadata_names(), folder / METADATA, self._fix)
+        try:
+            stream = io.BytesIO((folder / METADATA).read_bytes())
+        except OSError as error:
+            raise unreadable(folder / METADATA, error) from error
+        metadata = unpickle(stream, _metadata_names(), folder / METADATA, self._fix)
         try:
             described = {name: item for name, item in metadata.state_dict_metadata.items() if isinstance(item, _Tensor)}
             stored = {(index.fqn, tuple(getattr(index, "offset", ()))): info for index, info in metadata.storage_data.items()}
-            self.shapes = {name: tuple(item.size) for name, item in described.items()}
+            self.shapes = {name: shape_of(item.size) for name, item in described.items()}
+            if not all(isinstance(name, str) for name in self.shapes):
+                raise TypeError("a tensor whose name is no word")
             self.dtypes = {name: str(item.properties.state[0]).removeprefix("torch.") for name, item in described.items()}
             self._chunks = {
-                name: [self._chunk(tuple(chunk.offsets), tuple(chunk.sizes), stored[name, tuple(chunk.offsets)]) for chunk in item.chunks]
+                name: [self._chunk(self.shapes[name], chunk, stored[name, tuple(chunk.offsets)]) for chunk in item.chunks]
                 for name, item in described.items()
             }
-        except (AttributeError, KeyError, TypeError) as error:
-            got = f"a description that is not that of DCP ({type(error).__name__}: {error})"
+        except UserError:
+            raise
+        except Exception as error:  # a damaged pickle may hold anything in the place of anything
+            got = f"a damaged description, or not that of DCP ({type(error).__name__}: {error})"
             raise UserError(Problem(path=str(folder / METADATA), got=got, expected=LAYOUT, fix=self._fix)) from error
         self._check_files()
         self._entries: dict[_Chunk, StoredTensor] = {}
 
-    def _chunk(self, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> _Chunk:
+    def _chunk(self, shape: tuple[int, ...], chunk: Any, info: Any) -> _Chunk:
+        offsets, sizes = shape_of(chunk.offsets), shape_of(chunk.sizes)
+        if any(offset + size > length for offset, size, length in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a chunk {list(sizes)} at {list(offsets)} of a tensor {list(shape)}")
         if getattr(info, "transform_descriptors", None):
             got = f"tensors stored through {', '.join(info.transform_descriptors)}"
             raise UserError(Problem(path=str(self.folder), got=got, expected="tensors as they are", fix=self._fix))
         if Path(info.relative_path).name != info.relative_path:
             raise UserError(Problem(path=str(self.folder / METADATA), got=f"a file {info.relative_path}", expected="files beside it"))
-        return _Chunk(offsets, sizes, self.folder / info.relative_path, info.offset, info.offset + info.length)
+        start, nbytes = shape_of((info.offset, info.length))
+        return _Chunk(offsets, sizes, self.folder / info.relative_path, start, start + nbytes)
 
     def _check_files(self) -> None:
         ends: dict[Path, int] = {}
@@ -113,6 +125,13 @@ class DCPWeights:
             if nbytes is None or nbytes < end:
                 got = "nothing" if nbytes is None else f"{nbytes:,} bytes"
                 raise UserError(Problem(path=str(file), got=got, expected=f"a file of {end:,} bytes", fix="copy the folder again"))
+
+    def check(self) -> tuple[int, list[str]]:
+        """Compare the checksums that there are: (bytes that were compared, what has none). Raises UserError where one differs."""
+        chunks = {chunk for chunks in self._chunks.values() for chunk in chunks}
+        sizes = {chunk: checked_bytes(chunk.file, self._fix, start=chunk.start, stop=chunk.stop) for chunk in chunks}
+        without = {chunk.file.name for chunk, nbytes in sizes.items() if nbytes is None}
+        return sum(nbytes or 0 for nbytes in sizes.values()), [METADATA, *sorted(without)]
 
     # ---- what it holds
     def describe(self) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from framework.checkpoint.source import MODEL_STATES, OPTIMIZER_STATES
-from framework.checkpoint.torch_archive import Inert, StoredTensor, read_archive
+from framework.checkpoint.torch_archive import Inert, StoredTensor, checked_bytes, read_archive, shape_of
 from framework.config.errors import Problem, UserError
 from framework.models.safetensors_io import RangeReader
 
@@ -57,11 +57,22 @@ class DeepSpeedWeights:
         self.folder, self._reader = folder, RangeReader()
         _refuse_other_kinds(folder)
         self._fix = f"python {folder.parent / 'zero_to_fp32.py'} {folder.parent} NEW_FOLDER --safe_serialization --tag {folder.name}"
-        ranks = self._by_rank(OPTIMIZER_STATES)
+        try:
+            self._understand()
+        except UserError:
+            raise
+        except Exception as error:  # a damaged pickle may hold anything in the place of anything
+            got = f"a damaged description, or that of another layout ({type(error).__name__}: {error})"
+            raise UserError(Problem(path=str(folder), got=got, expected=LAYOUT, fix=self._fix)) from error
+
+    def _understand(self) -> None:
+        folder, ranks = self.folder, self._by_rank(OPTIMIZER_STATES)
         optimizers = [self._state(file) for file in ranks]
         self.stage = int(self._of(optimizers[0], "zero_stage", ranks[0]))
+        if self.stage not in (1, 2, 3):
+            raise UserError(Problem(path=str(ranks[0]), got=f"ZeRO stage {self.stage}", expected=LAYOUT))
         described = self._by_rank(MODEL_STATES) if self.stage == 3 else [folder / "mp_rank_00_model_states.pt"]
-        self._models = [self._load(file) for file in described]
+        self._models, self._files = [self._load(file) for file in described], [*described, *ranks]
         first = self._models[0]
         self.version, self.step = str(first.get("ds_version")), first.get("global_steps")
         self._check_parallel(first, described[0])
@@ -75,13 +86,20 @@ class DeepSpeedWeights:
             [self._vector(entry, file) for entry in self._of(state, key, file)] for state, file in zip(optimizers, ranks, strict=True)
         ]
         groups = self._of(first, "param_shapes", described[0])
-        self.shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+        self.shapes = {name: shape_of(shape) for group in groups for name, shape in group.items()}
         self._runs = self._stage_3(vectors) if self.stage == 3 else self._stages_1_and_2(vectors, groups, optimizers[0])
         self._add_frozen()
         for alias, name in self._of(first, "shared_params", described[0]).items():  # tied parameters are stored under one of their names
             if name in self._runs:
                 self.shapes[alias], self._runs[alias] = self.shapes[name], self._runs[name]
+        if not all(isinstance(name, str) for name in self.shapes):
+            raise TypeError("a parameter whose name is no word")
         self.dtypes = {name: runs[0].entry.dtype_name for name, runs in self._runs.items()}
+
+    def check(self) -> tuple[int, list[str]]:
+        """Compare the checksums that there are: (bytes that were compared, files that have none). Raises UserError where one differs."""
+        sizes = {file: checked_bytes(file, self._fix) for file in self._files}
+        return sum(nbytes or 0 for nbytes in sizes.values()), [file.name for file, nbytes in sizes.items() if nbytes is None]
 
     # ---- what it holds
     def describe(self) -> str:
@@ -171,8 +189,10 @@ class DeepSpeedWeights:
         for name, shape in shapes.items():
             fragments = [model["frozen_param_fragments"][name] for model in self._models]
             parts = [self._vector(fragment, self.folder) for fragment in fragments]
-            self.shapes[name] = tuple(shape)
+            self.shapes[name] = shape_of(shape)
             self._runs[name] = _cut(parts, 0, prod(shape))
+            if sum(run.stop - run.start for run in self._runs[name]) != prod(shape):
+                raise ValueError(f"fewer elements of {name} than {list(shape)}")
 
 
 def _cut(parts: list[StoredTensor], start: int, stop: int) -> list[_Run]:

@@ -56,18 +56,24 @@ def begin(folder: Path) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Give a written checkpoint its name, durably; in a run, `latest` follows."""
+    """Give a written checkpoint its name, durably; in a run, `latest` follows.
+
+    A whole checkpoint of the same step of a run stays, because between two renames a crash would leave neither with its name.
+    """
     partial, old = partial_folder(folder), replaced_folder(folder)
-    sync(partial)
-    if os.path.lexists(folder):
-        folder.rename(old)
-    try:
-        partial.rename(folder)
-    except OSError:
-        put_back(folder)
-        raise
-    sync(folder.parent)
-    remove(old)
+    if folder.parent.name == CHECKPOINTS and STEP.fullmatch(folder.name) and what_is_missing(folder) is None:
+        remove(partial)
+    else:
+        sync(partial)
+        if os.path.lexists(folder):
+            folder.rename(old)
+        try:
+            partial.rename(folder)
+        except OSError:
+            put_back(folder)
+            raise
+        sync(folder.parent)
+        remove(old)
     if STEP.fullmatch(folder.name):
         write_whole(folder.parent / LATEST, f"{folder.name}\n")
 
@@ -168,7 +174,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         made_by = (index["format"], index["version"])
         if made_by in ((FORMAT, VERSION), (FORMAT, 1)):
             return unsealed(text) if made_by[1] > 1 or "sha256" in index else index  # version 1 had no checksum here
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(Problem(path=str(file), got=f"{type(error).__name__}: {error}", expected="the index of a checkpoint")) from error
     got = f"{made_by[0]!r}, version {made_by[1]}"
     raise UserError(Problem(path=str(folder), got=got, expected=f"{FORMAT!r}, version 1 or {VERSION}"))
@@ -209,7 +215,7 @@ def what_is_missing(folder: Path) -> str | None:
             return f"{EXTRA} of another size than was written"
     except UserError as error:
         return error.problems[0].got
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"a broken description ({type(error).__name__}: {error})"
     return None
 

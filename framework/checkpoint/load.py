@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -90,10 +90,10 @@ class Checkpoint:
         """By "BUFFER/KEY": the intervals in order. Raises UserError where they do not cover the buffer."""
         parts: dict[str, list[_Part]] = {}
         for rank, described in enumerate(self._ranks):
-            entries = read_header(self.folder / f"rank_{rank}.safetensors", ALL_DTYPES)
+            entries = self._entries(f"rank_{rank}.safetensors", described, described["tensors"])
             for name, tensor in described["tensors"].items():
                 kind = next(kind for kind in CHECKSUMS if kind in tensor)
-                part = _Part(tensor["start"], tensor["stop"], entries[name], tensor[kind], CHECKSUMS[kind], described["chunk_bytes"])
+                part = _part(entries[name], tensor["start"], tensor["stop"], tensor[kind], CHECKSUMS[kind], described["chunk_bytes"])
                 parts.setdefault(name, []).append(part)
         for number, buffer in enumerate(self.index["buffers"]):
             intervals = sorted(parts.get(f"{number}/{MASTER}", ()), key=lambda part: part.start)
@@ -107,9 +107,20 @@ class Checkpoint:
         if described is None:
             return {}
         return {
-            name: _Part(0, prod(entry.shape), entry, described["xxh3"][name], xxh3_64_intdigest, described["chunk_bytes"])
-            for name, entry in read_header(self.folder / EXTRA, ALL_DTYPES).items()
+            name: _part(entry, 0, prod(entry.shape), described["xxh3"][name], xxh3_64_intdigest, described["chunk_bytes"])
+            for name, entry in self._entries(EXTRA, described, described["xxh3"]).items()
         }
+
+    def _entries(self, name: str, described: dict[str, Any], tensors: Collection[str]) -> dict[str, Entry]:
+        """The tensors in the file `name`, which must be those that its description names."""
+        file = self.folder / name
+        try:
+            entries = read_header(file, ALL_DTYPES, described.get("header_sha256"))  # earlier saves did not write one
+        except UserError as error:
+            raise _damaged(file, error.problems[0].got) from error
+        if differing := entries.keys() ^ set(tensors):
+            raise _damaged(file, f"a header that has {min(differing)!r} where its description has not, or the other way round")
+        return entries
 
     # ---- what it holds
     def read(self, name: str, start: int, stop: int, key: str = MASTER) -> Tensor:
@@ -247,6 +258,15 @@ def restore_random_state(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
     torch.set_rng_state(states["cpu"])
     if engine.device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], engine.device)
+
+
+def _part(entry: Entry, start: int, stop: int, checksums: list[int], checksum: Callable[[memoryview], int], chunk_bytes: int) -> _Part:
+    """Raises UserError where the header of the file tells of a tensor of another type or length than its description."""
+    nbytes = 0 if entry.dtype is None else (stop - start) * entry.dtype.itemsize
+    if entry.dtype is None or prod(entry.shape) != stop - start or len(checksums) != -(-nbytes // chunk_bytes):
+        got = f"a header with {entry.dtype_name} {list(entry.shape)} where {stop - start:,} elements were described"
+        raise _damaged(entry.file, got)
+    return _Part(start, stop, entry, checksums, checksum, chunk_bytes)
 
 
 def _damaged(path: Path, got: str) -> UserError:

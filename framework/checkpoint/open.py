@@ -54,6 +54,8 @@ class ForeignWeights(Protocol):
 
     def places(self, name: str) -> list[str]: ...
 
+    def check(self) -> tuple[int, list[str]]: ...
+
 
 def open_model(path: str, setting: str = "model.path", arch: LlamaConfig | None = None) -> Pretrained:
     """The weights that `path` leads to. `arch`: the architecture of weights that do not bring it.

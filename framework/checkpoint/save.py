@@ -284,39 +284,38 @@ def _number(option: Any) -> Any:
 def _write_rank(folder: Path, rank: int, token: str, contents: Contents, values: Iterable[Tensor]) -> int:
     """rank_N.safetensors with the flat tensors, then rank_N.json with what they are and their checksums."""
     shapes = {tensor.name: ((tensor.stop - tensor.start,), tensor.dtype) for tensor in contents.tensors}
-    file_bytes, checksums = _write_tensors(folder / f"rank_{rank}.safetensors", shapes, values)
+    written, checksums = _write_tensors(folder / f"rank_{rank}.safetensors", shapes, values)
     described = {tensor.name: {"start": tensor.start, "stop": tensor.stop, "xxh3": checksums[tensor.name]} for tensor in contents.tensors}
     _write_json(
         folder / f"rank_{rank}.json",
         {
             "save": token,
-            "file_bytes": file_bytes,
-            "chunk_bytes": CHUNK_BYTES,
+            **written,
             "tensors": described,
             "optimizer": contents.optimizer,
             "random": contents.random,
         },
     )
-    return file_bytes
+    return written["file_bytes"]
 
 
 def _write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    file_bytes, checksums = _write_tensors(folder / EXTRA, shapes, (tensor.cpu().contiguous() for tensor in tensors.values()))
-    return {"file_bytes": file_bytes, "chunk_bytes": CHUNK_BYTES, "xxh3": checksums}
+    written, checksums = _write_tensors(folder / EXTRA, shapes, (tensor.cpu().contiguous() for tensor in tensors.values()))
+    return written | {"xxh3": checksums}
 
 
 def _write_tensors(
     file: Path, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], values: Iterable[Tensor]
-) -> tuple[int, dict[str, list[int]]]:
-    """Write one file, durably: (its size, checksums of each tensor's chunks)."""
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Write one file, durably: (what is to be said of it, checksums of each tensor's chunks)."""
     writer = StreamWriter(file, shapes)
     checksums = {
         name: [xxh3_64_intdigest(chunk) for chunk in writer.write_in_chunks(name, value, CHUNK_BYTES)]
         for name, value in zip(shapes, values, strict=True)
     }
     writer.close(durably=True)
-    return writer.file_bytes, checksums
+    return {"file_bytes": writer.file_bytes, "chunk_bytes": CHUNK_BYTES, "header_sha256": writer.header_sha256}, checksums
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

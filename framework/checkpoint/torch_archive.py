@@ -10,12 +10,14 @@ Format (torch 1.6 and newer): a zip archive, nothing compressed. ROOT/data.pkl h
 
 from __future__ import annotations
 
+import contextlib
 import io
+import operator
 import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from framework.config.errors import Problem, UserError
-from framework.models.safetensors_io import DTYPES, Entry
+from framework.models.safetensors_io import DTYPES, Entry, unreadable
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -66,26 +68,67 @@ def read_archive(file: Path, allowed: Mapping[str, Any], fix: str, *, start: int
     `allowed`: what takes the place of further names, as {"module.name": object}. `fix`: what else can be done with a file that is refused.
     Raises UserError, naming the file, where it is damaged or asks for anything else.
     """
+    with _archive(file, fix, start, stop) as (archive, stream):
+        (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        root = pickled.removesuffix("data.pkl")
+        if f"{root}byteorder" in archive.namelist() and _stored(archive, f"{root}byteorder") != b"little":
+            raise UserError(Problem(path=str(file), got="a file of a big-endian machine", expected="little-endian tensors", fix=fix))
+        tensors = _Tensors(file, stream, start, {info.filename.removeprefix(f"{root}data/"): info for info in archive.infolist()})
+        return unpickle(io.BytesIO(_stored(archive, pickled)), {**tensors.allowed(), **allowed}, file, fix, tensors)
+
+
+def checked_bytes(file: Path, fix: str, *, start: int = 0, stop: int | None = None) -> int | None:
+    """The bytes in a file of `torch.save` whose CRC-32 has been compared: all of them. None where it was written without.
+
+    Raises UserError, naming the file, where one differs.
+    """
+    with _archive(file, fix, start, stop) as (archive, _):
+        if not any(info.CRC for info in archive.infolist()):  # torch.serialization.set_crc32_options(False)
+            return None
+        if (changed := archive.testzip()) is not None:
+            raise UserError(Problem(path=str(file), got=f"changed bytes in {changed}", expected="a whole file", fix="copy the file again"))
+        return sum(info.file_size for info in archive.infolist())
+
+
+@contextlib.contextmanager
+def _archive(file: Path, fix: str, start: int, stop: int | None) -> Iterator[tuple[zipfile.ZipFile, BinaryIO]]:
+    """Whatever goes wrong in here, as damaged bytes may make anything go wrong, is a UserError that names the file."""
     try:
         with file.open("rb") as stream, zipfile.ZipFile(_Window(stream, start, stop)) as archive:
-            (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            root = pickled.removesuffix("data.pkl")
-            if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
-                raise UserError(Problem(path=str(file), got="a file of a big-endian machine", expected="little-endian tensors", fix=fix))
-            tensors = _Tensors(file, stream, start, {info.filename.removeprefix(f"{root}data/"): info for info in archive.infolist()})
-            return unpickle(io.BytesIO(archive.read(pickled)), {**tensors.allowed(), **allowed}, file, fix, tensors)
-    except (OSError, zipfile.BadZipFile, ValueError, struct.error) as error:
+            yield archive, stream
+    except UserError:
+        raise
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except Exception as error:
         got = f"no file of torch.save, or a damaged one ({type(error).__name__}: {error})"
         raise UserError(Problem(path=str(file), got=got, expected="a whole file of torch 1.6 or newer", fix=fix)) from error
+
+
+def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
+    """A member as it lies in the file: few compressed bytes may stand for more than fit into memory."""
+    if (kind := archive.getinfo(name).compress_type) != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed (method {kind})")
+    return archive.read(name)
 
 
 def unpickle(stream: BinaryIO, allowed: Mapping[str, Any], file: Path, fix: str, tensors: _Tensors | None = None) -> Any:
     """The object in `stream`, which may name nothing but what `allowed` has; the same errors as `read_archive`."""
     try:
         return _Unpickler(stream, allowed, file, fix, tensors).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-        got = f"a pickle that does not load ({type(error).__name__}: {error})"
+    except UserError:
+        raise
+    except Exception as error:  # damaged bytes may ask for anything: memory, numbers, attributes
+        got = f"a damaged pickle, which does not load ({type(error).__name__}: {error})"
         raise UserError(Problem(path=str(file), got=got, expected="a whole file", fix=fix)) from error
+
+
+def shape_of(size: Any) -> tuple[int, ...]:
+    """Lengths that a pickle names. Raises TypeError or ValueError where they are none."""
+    shape = tuple(operator.index(length) for length in size)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a shape {list(shape)}")
+    return shape
 
 
 class _Unpickler(pickle.Unpickler):
@@ -146,7 +189,7 @@ class _Tensors:
 
     def _tensor(self, storage: tuple[torch.dtype, int, int], first: int, size: tuple, stride: tuple, *_: Any) -> StoredTensor:
         dtype, offset, elements = storage
-        shape = tuple(size)
+        shape = shape_of(size)
         steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         contiguous = all(length == 1 or step == wanted for length, step, wanted in zip(shape, stride, steps, strict=True))
         last = first + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))

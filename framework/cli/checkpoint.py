@@ -144,7 +144,13 @@ def _read_foreign(source: Source) -> None:
     for name, elements in progress(readable.items(), "reading tensors", total=len(readable), unit="tensors"):
         for start in range(0, elements, READ_ELEMENTS):
             nbytes += weights.read(name, start, min(start + READ_ELEMENTS, elements)).nbytes
-    print(f"{source.path}: {nbytes:,} bytes of {len(readable)} tensors, all of which can be read; this format has no checksums")
+    with busy("comparing checksums"):
+        compared, without = weights.check()
+    print(f"{source.path}: {nbytes:,} bytes of {len(readable)} tensors, every element of which can be read")
+    if compared:
+        print(f"    CRC-32 as it was written over {compared:,} bytes, with what is not read for a training")
+    if without:
+        print(f"    NOT checked, having no checksums: {', '.join(without)}")
 
 
 def _foreign(path: str) -> Source | None:

@@ -9,6 +9,7 @@ export must not hold more than one tensor, so both are done here: with `preadv`,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -38,6 +39,8 @@ ALL_DTYPES = DTYPES | {
 DTYPE_NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+MOST_OPEN_FILES = 64
+"""Of one `RangeReader`: a process may often have no more than 1,024, and a checkpoint has a file of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +56,30 @@ class Entry:
     """Of its first byte in the file."""
 
 
-def read_header(file: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[str, Entry]:
+def read_header(file: Path, dtypes: Mapping[str, torch.dtype] = DTYPES, sha256: str | None = None) -> dict[str, Entry]:
     """The tensors of `file` by name; those of a type that is not among `dtypes` have none.
 
-    Raises UserError, naming the file, when it is truncated or no safetensors file.
+    `sha256`: what `StreamWriter.header_sha256` was, where that is known.
+    Raises UserError, naming the file, when it cannot be read, is truncated, has changed or is no safetensors file.
     """
-    file_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise _broken(file, f"{file_bytes:,} bytes with a header of {header_bytes:,} bytes", "a whole safetensors file")
-        raw = stream.read(header_bytes)
+    try:
+        with file.open("rb") as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
+            start = stream.read(8)
+            header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _broken(file, f"{file_bytes:,} bytes with a header of {header_bytes:,} bytes", "a whole safetensors file")
+            raw = stream.read(header_bytes)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if sha256 not in (None, hashlib.sha256(start + raw).hexdigest()):
+        raise _broken(file, "a header that has changed since it was written (its checksum differs)", "a whole safetensors file")
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         entries = {name: _entry(file, 8 + header_bytes, dtypes, **fields) for name, fields in header.items()}
         ends = [8 + header_bytes + fields["data_offsets"][1] for fields in header.values()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _broken(file, f"a header that does not parse ({type(error).__name__}: {error})", "a safetensors file") from error
     if file_bytes < max(ends, default=0):
         raise _broken(file, f"{file_bytes:,} bytes", f"{max(ends):,} bytes: the file is truncated")
@@ -91,11 +100,21 @@ def _broken(file: Path, got: str, expected: str) -> UserError:
     return UserError(Problem(path=str(file), got=got, expected=expected, fix="download or copy the file again"))
 
 
+def unreadable(file: Path, error: OSError) -> UserError:
+    """For a file that is gone, may not be read, or lies on a disk that fails."""
+    got = f"a file that cannot be read ({error.strerror or error})"
+    return UserError(Problem(path=str(file), got=got, expected="a readable file"))
+
+
 class RangeReader:
-    """Reads element ranges of tensors; keeps one descriptor per file open."""
+    """Reads element ranges of tensors; keeps the files that were read last open.
+
+    Raises UserError, naming the file, where it ends too early or the system cannot read it.
+    """
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        """The one used last is the last."""
 
     def read(self, entry: Entry, start: int, stop: int) -> Tensor:
         """Elements start:stop of the flattened tensor, 1-D in the file's dtype. Only their bytes are read."""
@@ -108,10 +127,20 @@ class RangeReader:
         """Fill the 1-D `out`, of the file's dtype, with the elements from `start` on; its bytes come back."""
         assert out.dtype is entry.dtype and 0 <= start <= start + len(out) <= prod(entry.shape)
         raw = memoryview(out.view(torch.uint8).numpy())
-        if entry.file not in self._descriptors:
-            self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
-        _read_fully(self._descriptors[entry.file], raw, entry.offset + start * entry.dtype.itemsize, entry.file)
+        try:
+            _read_fully(self._descriptor(entry.file), raw, entry.offset + start * entry.dtype.itemsize, entry.file)
+        except OSError as error:
+            raise unreadable(entry.file, error) from error
         return raw
+
+    def _descriptor(self, file: Path) -> int:
+        descriptor = self._descriptors.pop(file, None)
+        if descriptor is None:
+            if len(self._descriptors) == MOST_OPEN_FILES:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            descriptor = os.open(file, os.O_RDONLY)
+        self._descriptors[file] = descriptor
+        return descriptor
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
@@ -141,8 +170,11 @@ class StreamWriter:
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)  # the data start aligned
         self._data_start = 8 + len(raw)
+        before_data = struct.pack("<Q", len(raw)) + raw
+        self.header_sha256 = hashlib.sha256(before_data).hexdigest()
+        """Of all that stands before the tensors."""
         self._stream = file.open("wb")
-        self._stream.write(struct.pack("<Q", len(raw)) + raw)
+        self._stream.write(before_data)
         self._stream.truncate(self._data_start + end)
         self.file_bytes = self._data_start + end
 

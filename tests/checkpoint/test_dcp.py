@@ -98,7 +98,9 @@ def test_the_command_shows_what_it_is_and_where_each_tensor_lies(ranks, tmp_path
         value = torch.frombuffer(bytearray(stream.read(4)), dtype=torch.float32)
     assert value == masters("smollm")["model.norm.weight"][0]
     assert command.main(["verify", str(folder)]) == 0
-    assert "all of which can be read" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "every element of which can be read" in said and "CRC-32 as it was written over" in said
+    assert "NOT checked, having no checksums: .metadata\n" in said
     assert "generator  uint8 [5056]  " in shown  # of no use to a model, and no obstacle
 
 
@@ -146,9 +148,41 @@ def test_damage_is_named(whole):
     file.unlink()
     assert f"{file}: got nothing" in refusal(whole)
     (whole / ".metadata").write_bytes(metadata[: len(metadata) // 2])
-    assert "a pickle that does not load" in refusal(whole)
+    assert "a damaged pickle, which does not load" in refusal(whole)
     (whole / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    assert "a description that is not that of DCP" in refusal(whole)
+    assert "or not that of DCP" in refusal(whole)
+
+
+@pytest.mark.parametrize(
+    ("what", "field", "value"),
+    [
+        ("storage_data", "offset", "x"),
+        ("storage_data", "offset", -7),
+        ("storage_data", "length", None),
+        ("storage_data", "relative_path", 3),
+        ("state_dict_metadata", "size", ("a", "b")),
+        ("state_dict_metadata", "size", (1,)),
+        ("state_dict_metadata", "size", None),
+        ("state_dict_metadata", "chunks", 5),
+        ("state_dict_metadata", "properties", None),
+    ],
+)
+def test_a_malformed_description_is_an_error_and_no_traceback(whole, what, field, value):
+    metadata = pickle.loads((whole / ".metadata").read_bytes())
+    for record in getattr(metadata, what).values():
+        object.__setattr__(record, field, value)
+    (whole / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert str(whole) in refusal(whole)
+
+
+def test_verify_finds_a_changed_byte(whole, capsys):
+    file = whole / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    info = max(pickle.loads((whole / ".metadata").read_bytes()).storage_data.values(), key=lambda info: info.length)
+    data[info.offset + info.length // 2] ^= 1
+    file.write_bytes(data)
+    assert command.main(["verify", str(whole)]) == 2
+    assert f"{file}: got changed bytes in " in capsys.readouterr().err
 
 
 def test_files_outside_the_folder_are_not_opened(whole):

@@ -16,6 +16,7 @@ import torch
 from framework.checkpoint.deepspeed import DeepSpeedWeights
 from framework.checkpoint.open import open_model
 from framework.checkpoint.source import check_source, find_source
+from framework.cli import checkpoint as command
 from framework.config.errors import UserError
 from framework.models.architecture import config_from_hf
 from tests.checkpoint.deepspeed_files import TAG, write_deepspeed
@@ -149,6 +150,44 @@ def test_a_cut_off_file_is_named(whole: Path, share: float):
     with file.open("r+b") as stream:
         stream.truncate(round(share * file.stat().st_size))
     assert str(file) in refusal(whole) and "damaged" in refusal(whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero_stage", None),
+        ("zero_stage", "x"),
+        ("zero_stage", 7),
+        ("partition_count", []),
+        ("partition_count", None),
+        ("fp32_flat_groups", 3),
+        ("fp32_flat_groups", [torch.tensor(1.0)]),
+    ],
+)
+def test_a_malformed_description_is_an_error_and_no_traceback(whole: Path, key: str, value):
+    file = sorted((whole / TAG).glob("*optim_states.pt"))[0]
+    state = {"zero_stage": 3, "partition_count": 2, "fp32_flat_groups": [torch.ones(3)]} | {key: value}
+    torch.save({"optimizer_state_dict": state}, file)
+    assert str(whole / TAG) in refusal(whole)
+
+
+@pytest.mark.parametrize("content", [[1], {"param_shapes": 3}, {"param_shapes": [{"a": "b"}]}, {"param_shapes": [{3: (1,)}]}, None])
+def test_malformed_model_states_are_an_error_and_no_traceback(whole: Path, content):
+    for file in (whole / TAG).glob("*model_states.pt"):
+        torch.save(content, file)
+    assert str(whole / TAG) in refusal(whole)
+
+
+def test_verify_compares_the_checksums_of_every_file(whole: Path, capsys):
+    assert command.main(["verify", str(whole)]) == 0
+    said = capsys.readouterr().out
+    assert "every element of which can be read" in said and "CRC-32 as it was written over" in said and "NOT checked" not in said
+    file = sorted((whole / TAG).glob("*optim_states.pt"))[1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert command.main(["verify", str(whole)]) == 2
+    assert f"{file}: got changed bytes in " in capsys.readouterr().err
 
 
 def test_what_transformers_has_written_beside_the_tag_goes_before_it(whole: Path):

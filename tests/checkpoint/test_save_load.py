@@ -14,6 +14,7 @@ import torch.distributed as dist
 from framework.checkpoint import save as saving
 from framework.checkpoint.folder import (
     checkpoints,
+    digest_of,
     finish,
     partial_folder,
     prune,
@@ -205,6 +206,37 @@ def test_a_flipped_bit_is_found_and_only_what_it_touches_is_lost(whole, share):
     assert "rank_0.safetensors: got changed bytes between" in refusal(whole)
 
 
+@pytest.mark.parametrize("header_has_a_checksum", [True, False], ids=["", "as_saved_before"])
+def test_a_flipped_bit_of_a_header_is_an_error_that_names_the_file(whole, header_has_a_checksum):
+    file = whole / "rank_1.safetensors"
+    if not header_has_a_checksum:
+        described = [json.loads((whole / f"rank_{rank}.json").read_text()) for rank in range(2)]
+        texts = [sealed({key: value for key, value in rank.items() if key not in ("header_sha256", "sha256")}) for rank in described]
+        for rank, text in enumerate(texts):
+            (whole / f"rank_{rank}.json").write_text(text)
+        index = read_index(whole)
+        del index["sha256"]
+        (whole / "index.json").write_text(sealed(index | {"ranks": [digest_of(text) for text in texts]}))
+    good = Checkpoint(whole)
+    values = {name: good.whole(name) for name in good.places}
+    data = file.read_bytes()
+    for position in range(0, 8 + int.from_bytes(data[:8], "little"), 5):
+        with file.open("r+b") as stream:
+            stream.seek(position)
+            stream.write(bytes([data[position] ^ 1 << position % 7]))
+        try:
+            found = Checkpoint(whole)
+            read = {name: found.whole(name) for name in found.places}
+        except UserError as error:
+            assert str(file) in str(error)
+        else:  # the bit was in the padding or in a word that says nothing
+            assert not header_has_a_checksum and all(torch.equal(read[name], values[name]) for name in values)
+        with file.open("r+b") as stream:
+            stream.seek(position)
+            stream.write(data[position : position + 1])
+    assert Checkpoint(whole).verify() > 0
+
+
 def test_parts_of_two_saves_are_not_mixed(ranks, whole, tmp_path):
     other = step_folder(tmp_path / "other", 3)
     ranks(2, save_and_go_on, other, "plain", 3, "adamw")
@@ -352,6 +384,29 @@ def test_what_resume_means(whole, tmp_path):
         resolve(str(tmp_path), tmp_path, "x")
     with pytest.raises(UserError, match="holds no checkpoint"):
         resolve(str(tmp_path / "nowhere"), tmp_path, "x")
+
+
+def test_an_index_of_a_million_brackets_is_a_broken_description(tmp_path):
+    folder = step_folder(tmp_path, 5)
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text("[" * 1_000_000)
+    with pytest.raises(UserError, match=r"index.json: got RecursionError"):
+        read_index(folder)
+    assert what_is_missing(folder) is not None
+
+
+def test_a_whole_checkpoint_of_a_step_that_is_saved_again_keeps_its_name(whole):
+    """No moment at which a crash leaves the step without a name."""
+    before = {file.name: file.stat().st_ino for file in whole.iterdir()}
+    shutil.copytree(whole, partial_folder(whole))
+    (whole.parent / "latest").unlink()
+    finish(whole)
+    assert {file.name: file.stat().st_ino for file in whole.iterdir()} == before
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["latest", "step_3"]
+    shutil.copytree(whole, partial_folder(whole))
+    (whole / "rank_1.json").unlink()
+    finish(whole)
+    assert what_is_missing(whole) is None, "one that is damaged is replaced"
 
 
 def test_a_checkpoint_has_its_name_only_when_all_is_there(tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import pickle
+import random
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from framework.checkpoint.torch_archive import read_archive
+from framework.checkpoint.torch_archive import checked_bytes, read_archive
 from framework.config.errors import UserError
 from framework.models.safetensors_io import RangeReader
 
@@ -67,3 +69,100 @@ def test_any_other_name_is_refused_and_said(tmp_path: Path, planted):
     torch.save({"weights": torch.ones(3), "else": planted}, tmp_path / "file.pt")
     said = refusal(tmp_path / "file.pt")
     assert f".{planted.__qualname__}, which is not among" in said and "DO THIS" in said
+
+
+def rewritten(file: Path, change, **options) -> None:
+    """The archive anew, with each member's bytes through `change(name, data)`."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", **options) as archive:
+        for name, data in members.items():
+            archive.writestr(name, change(name, data))
+
+
+def test_a_compressed_pickle_is_not_inflated(tmp_path: Path):
+    torch.save({"x": 1}, tmp_path / "file.pt")
+    bomb = lambda name, data: data + bytes(1 << 26) if name.endswith("data.pkl") else data  # noqa: E731
+    rewritten(tmp_path / "file.pt", bomb, compression=zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "file.pt").stat().st_size < 1 << 20
+    said = refusal(tmp_path / "file.pt")
+    assert f"{tmp_path / 'file.pt'}: got no file of torch.save, or a damaged one" in said and "is compressed" in said
+
+
+def test_an_encrypted_member_is_a_damaged_file(tmp_path: Path):
+    torch.save({"x": 1}, tmp_path / "file.pt")
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        places = [(info.header_offset + 6) for info in archive.infolist()]
+        at = archive.start_dir
+    for place in places:
+        data[place] |= 1
+        data[at + 8] |= 1
+        at = data.find(b"PK\x01\x02", at + 1)
+    (tmp_path / "file.pt").write_bytes(data)
+    assert "a damaged one (RuntimeError: " in refusal(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize(
+    ("pickled", "error"),
+    [
+        (b"", "EOFError"),
+        (b"\x80\x02", "EOFError"),
+        (b"\x8e" + (1 << 60).to_bytes(8, "little") + b".", "MemoryError"),
+        (b"\x8d" + (1 << 63).to_bytes(8, "little") + b".", "OverflowError"),
+        (b"cbuiltins\nset\n)R}R.", "TypeError"),
+    ],
+)
+def test_a_pickle_that_cannot_be_is_a_damaged_file(tmp_path: Path, pickled: bytes, error: str):
+    torch.save({"x": 1}, tmp_path / "file.pt")
+    rewritten(tmp_path / "file.pt", lambda name, data: pickled if name.endswith("data.pkl") else data)
+    said = refusal(tmp_path / "file.pt")
+    assert f"{tmp_path / 'file.pt'}: got a damaged pickle" in said and error in said
+
+
+def test_random_damage_is_either_harmless_or_an_error_that_names_the_file(tmp_path: Path):
+    file, dice = tmp_path / "file.pt", random.Random(0)
+    torch.save({"x": torch.arange(9.0), "size": torch.Size([2])}, file)
+    good, pickles = file.read_bytes(), {}
+    for _ in range(400):
+        position = dice.randrange(len(good))
+        file.write_bytes(good[:position] + bytes([dice.randrange(256)]) + good[position + 1 :])
+        try:
+            read_archive(file, {}, "")
+        except UserError as error:
+            assert str(file) in str(error)
+    file.write_bytes(good)
+    with zipfile.ZipFile(file) as archive:
+        pickles = {name: archive.read(name) for name in archive.namelist()}
+    (name,) = [name for name in pickles if name.endswith("data.pkl")]
+    for _ in range(400):  # with a checksum that is right again
+        raw = bytearray(pickles[name])
+        raw[dice.randrange(len(raw))] = dice.randrange(128)
+        rewritten(file, lambda member, data, raw=raw: bytes(raw) if member == name else data)
+        try:
+            read_archive(file, {}, "")
+        except UserError as error:
+            assert str(file) in str(error)
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(tmp_path: Path):
+    said = refusal(tmp_path / "nothing.pt")
+    assert "nothing.pt: got a file that cannot be read (No such file or directory)" in said and "damaged" not in said
+
+
+def test_every_changed_byte_of_a_member_is_found_by_its_checksum(tmp_path: Path):
+    file = tmp_path / "file.pt"
+    torch.save({"x": torch.arange(9.0), "counts": torch.arange(5)}, file)
+    with zipfile.ZipFile(file) as archive:
+        assert checked_bytes(file, "") == sum(info.file_size for info in archive.infolist())
+    good, found = file.read_bytes(), read_archive(file, {}, "")
+    for entry in found.values():
+        file.write_bytes(good[: entry.offset + 8] + bytes([good[entry.offset + 8] ^ 1]) + good[entry.offset + 9 :])
+        with pytest.raises(UserError, match="file.pt: got changed bytes in file/data/"):
+            checked_bytes(file, "")
+
+
+def test_an_archive_without_checksums_is_told_apart(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
+        archive.writestr("file/data/0", b"")
+    assert checked_bytes(tmp_path / "file.pt", "") is None

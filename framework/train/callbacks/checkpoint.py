@@ -26,6 +26,7 @@ from framework.checkpoint.save import Save, SaveError, Staging
 from framework.config.errors import Problem, UserError
 from framework.config.schema import CheckpointConfig
 from framework.train.callbacks.stop import DelayedFlag
+from framework.train.host_memory import free_memory_bytes
 from framework.train.run_dir import saving
 from framework.zero import ZeroEngine
 
@@ -78,7 +79,7 @@ class SaveCheckpoints(pl.Callback):
         self._check_folder(engine)
 
     def _check_room(self, engine: ZeroEngine) -> None:
-        needed, there = self.copy_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), _free_memory_bytes()
+        needed, there = self.copy_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", 1)), free_memory_bytes()
         short = engine.world.gather_objects(self.staging is not None and there is not None and needed > there)
         if any(short):
             got = f"true, which takes {needed / 2**30:,.1f} GiB of host memory of a machine (rank {short.index(True)})"
@@ -212,15 +213,6 @@ def _appears(path: Path) -> bool:
             return True
         time.sleep(SECONDS_A_ROUND)
     return False
-
-
-def _free_memory_bytes() -> int | None:
-    """Of this machine, what can be had without swapping; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
 class Resume(pl.Callback):

@@ -25,7 +25,7 @@ from framework.data.sources import Source
 from framework.disk import write_whole
 from framework.progress import progress
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when the same rows are to become other tokens, or tokens are stored in another way."""
 REMEMBERED_BYTES = 1 << 26
 """Smaller files are read each time: a tenth of a second."""

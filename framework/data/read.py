@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from framework.config.errors import Problem
 from framework.data.files import COMPRESSED, Row, kind_of, shown
-from framework.data.read_tables import arrow, parquet, parquet_head
+from framework.data.read_tables import arrow, parquet
 from framework.data.read_texts import csv_records, document, json_array, json_lines, other_encoding
 
 PEEKED_CHARACTERS = 1 << 20
@@ -28,13 +28,12 @@ DAMAGED = (EOFError, zlib.error, lzma.LZMAError, OSError)  # what the decompress
 
 def read_rows(file: Path) -> Iterator[Row | Problem]:
     """Every row of `file` in order. Nothing is yielded for a file without rows."""
-    return _guarded(file, parquet(file)) if kind_of(file) == ".parquet" else _guarded(file, _rows(file))
+    return _guarded(file, _rows(file))
 
 
 def first_rows(file: Path, count: int) -> list[Row | Problem]:
-    """The first `count` rows, without reading the rest (text: its beginning; Parquet: without `datasets`, whose import takes seconds)."""
-    rows = parquet_head(file, count) if kind_of(file) == ".parquet" else _rows(file, PEEKED_CHARACTERS)
-    return list(islice(_guarded(file, rows), count))
+    """The first `count` rows, without reading the rest (of a `.txt` file: its beginning)."""
+    return list(islice(_guarded(file, _rows(file, PEEKED_CHARACTERS)), count))
 
 
 def open_bytes(file: Path) -> BinaryIO:
@@ -52,6 +51,9 @@ def _rows(file: Path, most_characters: int = -1) -> Iterator[Row | Problem]:
     kind = kind_of(file)
     if kind in (".arrow", ".feather"):
         yield from arrow(file)
+        return
+    if kind == ".parquet":
+        yield from parquet(file)
         return
     with open_bytes(file) as source:
         if (problem := other_encoding(file, source)) is not None:

@@ -94,15 +94,16 @@ def parse(row: Row, form: RowFormat) -> Conversation | Completion | Pretokenised
         return text_in(row, row.value, columns.text, f"`{columns.text}`")
     if form.kind == "ids":
         return read_ids(row, columns)
+    _check_weight(row, columns)
     if form.yields == "completions":
         return _completion(row, columns)
     if form.kind == "completion":
         prompt = (replace(turn, trained=False) for turn in _turns(row, columns.prompt, columns))
-        turns = (*_system(row, columns), *prompt, *_turns(row, columns.completion, columns))
+        turns = _with_system(row, columns, (*prompt, *_turns(row, columns.completion, columns)))
     elif form.kind == "alpaca":
         turns = _alpaca(row, columns)
     else:
-        turns = (*_system(row, columns), *_turns(row, columns.messages, columns))
+        turns = _with_system(row, columns, _turns(row, columns.messages, columns))
     return Conversation(turns, () if columns.tools is None else read_tools(row, columns))
 
 
@@ -149,6 +150,26 @@ def _system(row: Row, columns: ColumnsConfig) -> tuple[Turn, ...]:
     if not row.value.get(columns.system):
         return ()
     return (Turn("system", text_in(row, row.value, columns.system, f"`{columns.system}`")),)
+
+
+def _with_system(row: Row, columns: ColumnsConfig, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """`turns` after what the column of the system prompt says; UserError where both have one."""
+    system = _system(row, columns)
+    number = next((number for number, turn in enumerate(turns, 1) if turn.role == "system"), None)
+    if system and number is not None:
+        again = excerpt(turns[number - 1].content)
+        got = f"two system prompts: `{columns.system}` = {excerpt(system[0].content)} and turn {number} = {again}"
+        raise wrong(row, got=got, expected=f"one of them: `{columns.system}`, or a turn with the role system")
+    return (*system, *turns)
+
+
+def _check_weight(row: Row, columns: ColumnsConfig) -> None:
+    """Raises UserError for a weight of the whole row, which only turns may have."""
+    weight = row.value.get("weight")
+    if weight not in (None, "", 1, "1") and "weight" not in vars(columns).values():
+        got = f"`weight` = {excerpt(weight)} of the whole row"
+        fix = '"weight": 0 in the turns that are not to be trained, or the row taken out (a column that means something else: another name)'
+        raise wrong(row, got=got, expected="weights of turns, and of sources in data.train", fix=fix)
 
 
 def _mapped(usual: ColumnsConfig, mapping: ColumnsConfig) -> ColumnsConfig:

@@ -95,6 +95,20 @@ def test_p7_with_train_on_last_a_last_answer_of_weight_0_leaves_nothing(chatml, 
     }
 
 
+def test_only_an_answer_that_would_be_trained_drops_its_row_for_saying_nothing(chatml, write_jsonl):
+    row = chat("hello", "", "how are you", "Yes!")
+    dropped = {"empty assistant turn": 1}
+    good = chat("hi", "hi")
+    assert run(chatml, write_jsonl([row, good])).ledger.sources[0].dropped == dropped
+    assert run(chatml, write_jsonl([row, good]), train_on="last").ledger.sources[0].dropped == {}
+    row["messages"][1]["weight"] = 0
+    for train_on in ("assistant", "last", "all"):
+        prepared = run(chatml, write_jsonl([row, good]), train_on=train_on)
+        assert prepared.ledger.sources[0].dropped == {} and len(prepared.train) == 2
+    sample = run(chatml, write_jsonl([row])).train[0]
+    assert chatml.decode(sample.input_ids[sample.trained]) == "Yes!<|im_end|>"
+
+
 @pytest.mark.parametrize(("row", "train_on"), [({"prompt": "hello", "completion": " hi"}, "all"), ({"text": "hello"}, "last")])
 def test_train_on_is_never_ignored(chatml, write_jsonl, row, train_on):
     with pytest.raises(UserError, match=f"data.train_on: got {train_on} with the"):
@@ -277,6 +291,14 @@ def test_held_out_samples_know_the_source_that_they_are_from(chatml, write_jsonl
     for sample, source in zip(texts(chatml, prepared.validation), prepared.validation_source_of, strict=True):
         assert prepared.source_names[source] in sample and prepared.source_names[1 - source] not in sample
     assert run(chatml, files).source_names == () and run(chatml, files).validation_source_of is None
+
+
+@pytest.mark.parametrize("missing", [{"train": "hub://org/name"}, {"validation": "nowhere.jsonl"}])
+def test_a_source_that_cannot_be_had_is_told_before_another_is_tokenised(chatml, write_jsonl, tmp_path, missing):
+    there, cache = write_jsonl([chat("hello", "hi")]), tmp_path / "cache"
+    with pytest.raises(UserError, match=r"hub://org/name|nowhere.jsonl"):
+        run(chatml, [there, *filter(None, [missing.get("train")])], validation=missing.get("validation"), cache_dir=str(cache))
+    assert not cache.exists()
 
 
 def test_names_of_sources_are_short_as_far_as_they_stay_unique():

@@ -78,11 +78,11 @@ def choose_format(row: Row, wanted: str, mapping: ColumnsConfig) -> RowFormat:
             raise UserError(problem)
         return RowFormat(kind="text", columns=USUAL_COLUMNS["text"], yields="documents")
     kinds = [wanted] if wanted != "auto" else list(USUAL_COLUMNS)
-    for kind in kinds:
-        columns = _mapped(USUAL_COLUMNS[kind], mapping)
-        if all(getattr(columns, needed) in row.value for needed in REQUIRED[kind]) and _mapping_fits(row, kind, mapping):
-            return _with_turn_keys(RowFormat(kind=kind, columns=columns, yields=_yields(row, kind, columns)), row, mapping)
-    raise UserError(_wrong_columns(row, kinds, mapping))
+    kind = next((kind for kind in kinds if _fits(row, kind, mapping)), None)
+    if kind is None:
+        raise UserError(_wrong_columns(row, kinds, mapping))
+    columns = _mapped(USUAL_COLUMNS[kind], mapping)
+    return _with_turn_keys(RowFormat(kind=kind, columns=columns, yields=_yields(row, kind, columns)), row, mapping)
 
 
 def parse(row: Row, form: RowFormat) -> Conversation | Completion | Pretokenised | str:
@@ -177,11 +177,13 @@ def _mapped(usual: ColumnsConfig, mapping: ColumnsConfig) -> ColumnsConfig:
     return replace(usual, **{name: value for name, value in chosen.items() if getattr(usual, name) is not None})
 
 
-def _mapping_fits(row: Row, kind: str, mapping: ColumnsConfig) -> bool:
-    """Whether every column that the user names belongs to `kind` and is there: a mapping is never ignored."""
+def _fits(row: Row, kind: str, mapping: ColumnsConfig) -> bool:
+    """Whether all columns that `kind` needs are there, and each one that the user names is, and belongs to it: none is ever ignored."""
+    columns = _mapped(USUAL_COLUMNS[kind], mapping)
+    needed = all(getattr(columns, name) in row.value for name in REQUIRED[kind])
     named = {f.name: getattr(mapping, f.name) for f in fields(mapping) if getattr(mapping, f.name) is not None}
     known = all(getattr(USUAL_COLUMNS[kind], name) is not None for name in named)
-    return known and all(column in row.value for name, column in named.items() if name not in ("role", "content"))
+    return needed and known and all(column in row.value for name, column in named.items() if name not in ("role", "content"))
 
 
 def _with_turn_keys(form: RowFormat, row: Row, mapping: ColumnsConfig) -> RowFormat:
@@ -213,7 +215,9 @@ def _wrong_columns(row: Row, kinds: list[str], mapping: ColumnsConfig) -> Proble
         elif column is not None and name not in ("role", "content") and column not in row.value:
             got += f"; data.columns.{name}={column}, which is not there"
     expected = f"the columns of a format ({'; '.join(needed)})"
-    return Problem(path=row.where, got=got, expected=expected, fix=_suggested_mapping(row, kinds))
+    other = next((kind for kind in USUAL_COLUMNS if _fits(row, kind, mapping)), None)
+    fix = _suggested_mapping(row, kinds) if other is None else f"data.format=auto   (these are the columns of {other})"
+    return Problem(path=row.where, got=got, expected=expected, fix=fix)
 
 
 def _suggested_mapping(row: Row, kinds: list[str]) -> str:

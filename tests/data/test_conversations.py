@@ -136,6 +136,7 @@ def test_p31_wrong_columns_list_those_found_those_needed_and_the_mapping_to_writ
     ("auto", {"output": "reply"}, "data.columns.output=reply, which is not there"),
     ("alpaca", {"text": "body"}, "data.columns.text=body, which the format alpaca does not have"),
     ("messages", {}, "messages: messages"),
+    ("messages", {}, "write    data.format=auto   (these are the columns of alpaca)"),
 ])  # fmt: skip
 def test_a_mapping_or_format_that_does_not_fit_is_never_ignored(wanted, mapping, said):
     with pytest.raises(UserError) as caught:

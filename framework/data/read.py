@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from framework.config.errors import Problem
-from framework.data.files import COMPRESSED, Row, kind_of, shown
+from framework.data.files import Row, kind_of, packing_of, shown
 from framework.data.read_tables import arrow, parquet
 from framework.data.read_texts import csv_records, document, json_array, json_lines, other_encoding
 
@@ -38,11 +38,12 @@ def first_rows(file: Path, count: int) -> list[Row | Problem]:
 
 def open_bytes(file: Path) -> BinaryIO:
     """The file's content, unpacked where it is compressed."""
-    if file.suffix == ".zst":
+    packing = packing_of(file)
+    if packing == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd"))
-    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(file.suffix, open)
+    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packing, open)
     return opened(file, "rb")
 
 
@@ -75,7 +76,7 @@ def _guarded(file: Path, rows: Iterator[Row | Problem]) -> Iterator[Row | Proble
             yield row
             count += 1
     except DAMAGED as error:
-        if file.suffix in COMPRESSED:
+        if packing_of(file):
             got = f"a {file.suffix} file that breaks off or is damaged, after {count:,} rows ({error})"
             yield Problem(path=shown(file), got=got, expected="a whole file, as it was packed")
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -225,7 +226,7 @@ def _object(value: Any, file: Path, number: int) -> Row | Problem:
 def _too_long(where: str, beginning: bytes, file: Path) -> Problem:
     got = f"a row of more than {_megabytes(MOST_ROW_BYTES)}, which starts with {excerpt(beginning.decode(errors='replace'))!r}"
     is_array = kind_of(file) == ".jsonl" and beginning.startswith(b"[")
-    fix = f"mv {file.name} {file.name.replace('.jsonl', '.json')}   (it holds a JSON array)" if is_array else ""
+    fix = f"mv {file.name} {re.sub('(?i)jsonl', 'json', file.name)}   (it holds a JSON array)" if is_array else ""
     return Problem(path=where, got=got, expected="a shorter row: it would make one sample", fix=fix)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 from itertools import islice, pairwise
 
 import numpy as np
@@ -321,6 +322,20 @@ def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_orde
             assert where == "r:150" and str(here) == str(there)
         else:
             assert np.array_equal(here.ids, there.ids) and np.array_equal(here.trained, there.trained)
+
+
+def test_a_worker_that_is_killed_is_told_with_what_to_write(chatml):
+    others = set(multiprocessing.active_children())
+
+    def rows():
+        for n in range(200):
+            yield f"r:{n}", Conversation((Turn("user", "hello"), Turn("assistant", "hi")))
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+
+    with pytest.raises(UserError, match="data.num_workers: got 2, of which one was killed, perhaps because") as caught:
+        list(encode_rows(rows(), chatml, yields="conversations", train_on="assistant", num_workers=2))
+    assert "write    data.num_workers=1" in str(caught.value)
 
 
 @pytest.mark.parametrize("packing", [False, True])

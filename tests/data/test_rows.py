@@ -198,6 +198,25 @@ def test_what_datasets_saves_to_disk_is_read_without_its_notes_and_one_split_of_
         find_files(str(tmp_path / "saved"), "data.train")
 
 
+def test_notes_of_datasets_beside_other_data_files_are_no_data(tmp_path):
+    for name in ("dataset_info.json", "dataset_infos.json", "a.jsonl"):
+        (tmp_path / name).write_text("{}")
+    assert [file.name for file in find_files(str(tmp_path), "data.train")] == ["a.jsonl"]
+    (tmp_path / "a.jsonl").unlink()
+    assert [file.name for file in find_files(str(tmp_path), "data.train")] == ["dataset_info.json", "dataset_infos.json"]
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.Json", "a.CSV", "a.Parquet", "a.JSONL.GZ", "a.jsonl.Zst"])
+def test_suffixes_may_be_written_in_capitals(tmp_path, name):
+    file, small = tmp_path / name, tmp_path / name.lower().replace("a.", "b.")
+    if small.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), small)
+    else:
+        packed(small, (as_csv if ".csv" in small.name else as_lines if ".jsonl" in small.name else as_array)(ROWS).encode())
+    small.rename(file)
+    assert find_files(str(tmp_path), "data.train") == [file] and values(file) == ROWS
+
+
 def test_broken_json_far_into_a_file_is_named(tmp_path):
     lines = ['{"text": "x"}'] * 80000
     lines[73411] = '{"text": "x"'

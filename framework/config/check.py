@@ -152,6 +152,9 @@ def _pattern(path: str, pattern: str, expected: str, fix: str) -> Iterator[Probl
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[Problem]:
     yield from _at_least("data.max_tokens", data.max_tokens, 2)
     yield from _at_least("data.num_workers", data.num_workers, 1)
+    if data.cache_dir is not None and not data.cache_dir.strip():
+        expected = "a folder for tokenised data"
+        yield Problem(path="data.cache_dir", got="an empty path", expected=expected, fix="data.cache_dir=null   (below ~/.cache)")
     if data.max_rows is not None:
         yield from _at_least("data.max_rows", data.max_rows, 1)
     if isinstance(data.train, list):

@@ -290,12 +290,20 @@ def _readable_errors(root: Path, writer: EntryWriter | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in WRITING_ERRORS:
+        if error.errno not in WRITING_ERRORS or not _is_about(error, root):
             raise
         after = f", after {writer.nbytes / 1e9:.3f} GB of tokens" if writer is not None and writer.nbytes else ""
         expected = "a folder for tokenised data, with room for about 5 bytes per token"
         got = f"{root} ({error.strerror}{after})"
         raise UserError(Problem(path="data.cache_dir", got=got, expected=expected, fix="data.cache_dir=/path/on/a/larger/disk")) from error
+
+
+def _is_about(error: OSError, root: Path) -> bool:
+    """Whether it is about something below `root`, or a folder that `root` is to lie in; not about a source file that was deleted, say."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return True  # a write to an open file
+    file = Path(error.filename)
+    return file.is_relative_to(root) or root.is_relative_to(file)
 
 
 def _digest_of(body: dict[str, Any]) -> str:

@@ -78,11 +78,11 @@ def choose_format(row: Row, wanted: str, mapping: ColumnsConfig) -> RowFormat:
             raise UserError(problem)
         return RowFormat(kind="text", columns=USUAL_COLUMNS["text"], yields="documents")
     kinds = [wanted] if wanted != "auto" else list(USUAL_COLUMNS)
-    for kind in kinds:
-        columns = _mapped(USUAL_COLUMNS[kind], mapping)
-        if all(getattr(columns, needed) in row.value for needed in REQUIRED[kind]) and _mapping_fits(row, kind, mapping):
-            return _with_turn_keys(RowFormat(kind=kind, columns=columns, yields=_yields(row, kind, columns)), row, mapping)
-    raise UserError(_wrong_columns(row, kinds, mapping))
+    kind = next((kind for kind in kinds if _fits(row, kind, mapping)), None)
+    if kind is None:
+        raise UserError(_wrong_columns(row, kinds, mapping))
+    columns = _mapped(USUAL_COLUMNS[kind], mapping)
+    return _with_turn_keys(RowFormat(kind=kind, columns=columns, yields=_yields(row, kind, columns)), row, mapping)
 
 
 def parse(row: Row, form: RowFormat) -> Conversation | Completion | Pretokenised | str:
@@ -94,15 +94,16 @@ def parse(row: Row, form: RowFormat) -> Conversation | Completion | Pretokenised
         return text_in(row, row.value, columns.text, f"`{columns.text}`")
     if form.kind == "ids":
         return read_ids(row, columns)
+    _check_weight(row, columns)
     if form.yields == "completions":
         return _completion(row, columns)
     if form.kind == "completion":
         prompt = (replace(turn, trained=False) for turn in _turns(row, columns.prompt, columns))
-        turns = (*_system(row, columns), *prompt, *_turns(row, columns.completion, columns))
+        turns = _with_system(row, columns, (*prompt, *_turns(row, columns.completion, columns)))
     elif form.kind == "alpaca":
         turns = _alpaca(row, columns)
     else:
-        turns = (*_system(row, columns), *_turns(row, columns.messages, columns))
+        turns = _with_system(row, columns, _turns(row, columns.messages, columns))
     return Conversation(turns, () if columns.tools is None else read_tools(row, columns))
 
 
@@ -151,16 +152,38 @@ def _system(row: Row, columns: ColumnsConfig) -> tuple[Turn, ...]:
     return (Turn("system", text_in(row, row.value, columns.system, f"`{columns.system}`")),)
 
 
+def _with_system(row: Row, columns: ColumnsConfig, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """`turns` after what the column of the system prompt says; UserError where both have one."""
+    system = _system(row, columns)
+    number = next((number for number, turn in enumerate(turns, 1) if turn.role == "system"), None)
+    if system and number is not None:
+        again = excerpt(turns[number - 1].content)
+        got = f"two system prompts: `{columns.system}` = {excerpt(system[0].content)} and turn {number} = {again}"
+        raise wrong(row, got=got, expected=f"one of them: `{columns.system}`, or a turn with the role system")
+    return (*system, *turns)
+
+
+def _check_weight(row: Row, columns: ColumnsConfig) -> None:
+    """Raises UserError for a weight of the whole row, which only turns may have."""
+    weight = row.value.get("weight")
+    if weight not in (None, "", 1, "1") and "weight" not in vars(columns).values():
+        got = f"`weight` = {excerpt(weight)} of the whole row"
+        fix = '"weight": 0 in the turns that are not to be trained, or the row taken out (a column that means something else: another name)'
+        raise wrong(row, got=got, expected="weights of turns, and of sources in data.train", fix=fix)
+
+
 def _mapped(usual: ColumnsConfig, mapping: ColumnsConfig) -> ColumnsConfig:
     chosen = {f.name: getattr(mapping, f.name) for f in fields(mapping) if getattr(mapping, f.name) is not None}
     return replace(usual, **{name: value for name, value in chosen.items() if getattr(usual, name) is not None})
 
 
-def _mapping_fits(row: Row, kind: str, mapping: ColumnsConfig) -> bool:
-    """Whether every column that the user names belongs to `kind` and is there: a mapping is never ignored."""
+def _fits(row: Row, kind: str, mapping: ColumnsConfig) -> bool:
+    """Whether all columns that `kind` needs are there, and each one that the user names is, and belongs to it: none is ever ignored."""
+    columns = _mapped(USUAL_COLUMNS[kind], mapping)
+    needed = all(getattr(columns, name) in row.value for name in REQUIRED[kind])
     named = {f.name: getattr(mapping, f.name) for f in fields(mapping) if getattr(mapping, f.name) is not None}
     known = all(getattr(USUAL_COLUMNS[kind], name) is not None for name in named)
-    return known and all(column in row.value for name, column in named.items() if name not in ("role", "content"))
+    return needed and known and all(column in row.value for name, column in named.items() if name not in ("role", "content"))
 
 
 def _with_turn_keys(form: RowFormat, row: Row, mapping: ColumnsConfig) -> RowFormat:
@@ -192,7 +215,9 @@ def _wrong_columns(row: Row, kinds: list[str], mapping: ColumnsConfig) -> Proble
         elif column is not None and name not in ("role", "content") and column not in row.value:
             got += f"; data.columns.{name}={column}, which is not there"
     expected = f"the columns of a format ({'; '.join(needed)})"
-    return Problem(path=row.where, got=got, expected=expected, fix=_suggested_mapping(row, kinds))
+    other = next((kind for kind in USUAL_COLUMNS if _fits(row, kind, mapping)), None)
+    fix = _suggested_mapping(row, kinds) if other is None else f"data.format=auto   (these are the columns of {other})"
+    return Problem(path=row.where, got=got, expected=expected, fix=fix)
 
 
 def _suggested_mapping(row: Row, kinds: list[str]) -> str:

@@ -22,8 +22,8 @@ TABLES = (".parquet", ".arrow", ".feather")
 """Kinds of files whose columns have one type each."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = f"one of {' '.join(TEXTS + TABLES)}, or {' '.join(COMPRESSED)} of the first {len(TEXTS)}, as in train.jsonl.gz"
-WRITTEN_BY_DATASETS = ("dataset_info.json", "state.json")
-"""What `save_to_disk` of `datasets` puts beside its Arrow files."""
+WRITTEN_BY_DATASETS = ("dataset_info.json", "dataset_infos.json", "state.json")
+"""Notes that `datasets` puts beside data files; no data where there are others."""
 HUB_NAME = re.compile(r"[\w-]+/[\w-]+")
 EXCERPT_CHARACTERS = 60
 
@@ -75,8 +75,14 @@ def find_files(path: str, setting: str) -> list[Path]:
 
 def kind_of(file: Path) -> str:
     """Which of TEXTS or TABLES tells how `file` is read (of train.jsonl.gz that is .jsonl), or a suffix that is none of them."""
-    inner = Path(file.stem).suffix
-    return inner if file.suffix in COMPRESSED and inner in TEXTS else file.suffix
+    inner, suffix = Path(file.stem).suffix.lower(), file.suffix.lower()
+    return inner if suffix in COMPRESSED and inner in TEXTS else suffix
+
+
+def packing_of(file: Path) -> str:
+    """Which of COMPRESSED `file` is, or nothing."""
+    suffix = file.suffix.lower()
+    return suffix if suffix in COMPRESSED else ""
 
 
 def shown(file: Path) -> str:
@@ -104,7 +110,7 @@ def _stem(path: str) -> str:
     if not name or glob.has_magic(name):
         return path
     for suffix in (COMPRESSED, TEXTS + TABLES):
-        name = name.removesuffix(next((known for known in suffix if name.endswith(known)), ""))
+        name = name[: len(name) - len(next((known for known in suffix if name.lower().endswith(known)), ""))]
     return name
 
 
@@ -130,7 +136,9 @@ def _files_in(folder: Path, setting: str) -> list[Path]:
     if len(splits) > 1:
         got = f"{shown(folder)}, which holds {len(splits)} data sets: {', '.join(split.name for split in splits[:5])}"
         raise UserError(Problem(path=setting, got=got, expected="one of them", fix=f"{setting}={splits[-1]}"))
-    files = [file for file in below if kind_of(file) in TEXTS + TABLES and not (splits and file.name in WRITTEN_BY_DATASETS)]
+    files = [file for file in below if kind_of(file) in TEXTS + TABLES]
+    if splits or any(file.name not in WRITTEN_BY_DATASETS for file in files):
+        files = [file for file in files if file.name not in WRITTEN_BY_DATASETS]
     if not files:
         names = ", ".join(file.name for file in below[:5]) or "nothing"
         got = f"{shown(folder)}, a folder that holds {names}{' ...' if len(below) > 5 else ''}"

@@ -20,12 +20,12 @@ from typing import Any
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import TrainOn
-from framework.data.files import COMPRESSED, kind_of, shown
+from framework.data.files import kind_of, packing_of, shown
 from framework.data.sources import Source
 from framework.disk import write_whole
 from framework.progress import progress
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when the same rows are to become other tokens, or tokens are stored in another way."""
 REMEMBERED_BYTES = 1 << 26
 """Smaller files are read each time: a tenth of a second."""
@@ -47,7 +47,7 @@ class Fingerprint:
             "train_on": train_on if source.yields == "conversations" else None,
             "max_rows": source.max_rows,
             "files": [
-                {"kind": kind_of(file), "packed": file.suffix in COMPRESSED and file.suffix, "form": asdict(form), "sha256": digests[file]}
+                {"kind": kind_of(file), "packed": packing_of(file), "form": asdict(form), "sha256": digests[file]}
                 for file, form in source.files
             ],
         }
@@ -56,8 +56,9 @@ class Fingerprint:
     def check_unchanged(self) -> None:
         """Raises UserError where a file is not what it was."""
         for file, before in self._stats.items():
-            if _stat(file) != before:
-                got = f"{shown(file)}, which was changed while it was read"
+            is_there = file.exists()
+            if not is_there or _stat(file) != before:
+                got = f"{shown(file)}, which was {'changed' if is_there else 'deleted'} while it was read"
                 raise UserError(Problem(path=self._setting, got=got, expected="a file that nobody writes to"))
 
 

@@ -75,10 +75,11 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
     """
     named = validation_sources(config)
     wanted = [] if named and config.train is None else training_sources(config)
+    opened = {one.setting: one.open() for one in (*wanted, *named)}  # all of them, before anything is tokenised
     cache, folders, stop_ids = cache_folder(config.cache_dir), [], set()
 
     def fitted(source: Wanted) -> _Fitted:
-        tokens = source_tokens(source, config, tokenizer, cache, show=show_progress, thoroughly=thoroughly)
+        tokens = source_tokens(source, opened[source.setting], config, tokenizer, cache, show=show_progress, thoroughly=thoroughly)
         folders.append(tokens.folder)
         stop_ids.update(tokens.stop_ids)
         return _Fitted(_of_legal_length(tokens, config), tokens.is_text, tokens.counts)

@@ -32,7 +32,7 @@ def read_prompts(prompts: str | list[str]) -> list[Question]:
     """The texts of a list or of the lines of a `.txt` file; or what the rows of another file say. Raises UserError."""
     if isinstance(prompts, list):
         found: list[Question] = list(prompts)
-    elif (files := find_files(prompts, SETTING))[0].suffix == ".txt":
+    elif (files := find_files(prompts, SETTING))[0].suffix.lower() == ".txt":
         found = [line.strip() for file in files for line in _lines(file) if line.strip()]
     else:
         faults = Faults()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from framework.config.errors import Problem
-from framework.data.files import COMPRESSED, Row, kind_of, shown
-from framework.data.read_tables import arrow, parquet, parquet_head
+from framework.data.files import Row, kind_of, packing_of, shown
+from framework.data.read_tables import arrow, parquet
 from framework.data.read_texts import csv_records, document, json_array, json_lines, other_encoding
 
 PEEKED_CHARACTERS = 1 << 20
@@ -28,22 +28,22 @@ DAMAGED = (EOFError, zlib.error, lzma.LZMAError, OSError)  # what the decompress
 
 def read_rows(file: Path) -> Iterator[Row | Problem]:
     """Every row of `file` in order. Nothing is yielded for a file without rows."""
-    return _guarded(file, parquet(file)) if kind_of(file) == ".parquet" else _guarded(file, _rows(file))
+    return _guarded(file, _rows(file))
 
 
 def first_rows(file: Path, count: int) -> list[Row | Problem]:
-    """The first `count` rows, without reading the rest (text: its beginning; Parquet: without `datasets`, whose import takes seconds)."""
-    rows = parquet_head(file, count) if kind_of(file) == ".parquet" else _rows(file, PEEKED_CHARACTERS)
-    return list(islice(_guarded(file, rows), count))
+    """The first `count` rows, without reading the rest (of a `.txt` file: its beginning)."""
+    return list(islice(_guarded(file, _rows(file, PEEKED_CHARACTERS)), count))
 
 
 def open_bytes(file: Path) -> BinaryIO:
     """The file's content, unpacked where it is compressed."""
-    if file.suffix == ".zst":
+    packing = packing_of(file)
+    if packing == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd"))
-    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(file.suffix, open)
+    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packing, open)
     return opened(file, "rb")
 
 
@@ -52,6 +52,9 @@ def _rows(file: Path, most_characters: int = -1) -> Iterator[Row | Problem]:
     kind = kind_of(file)
     if kind in (".arrow", ".feather"):
         yield from arrow(file)
+        return
+    if kind == ".parquet":
+        yield from parquet(file)
         return
     with open_bytes(file) as source:
         if (problem := other_encoding(file, source)) is not None:
@@ -73,7 +76,7 @@ def _guarded(file: Path, rows: Iterator[Row | Problem]) -> Iterator[Row | Proble
             yield row
             count += 1
     except DAMAGED as error:
-        if file.suffix in COMPRESSED:
+        if packing_of(file):
             got = f"a {file.suffix} file that breaks off or is damaged, after {count:,} rows ({error})"
             yield Problem(path=shown(file), got=got, expected="a whole file, as it was packed")
         else:

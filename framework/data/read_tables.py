@@ -1,6 +1,6 @@
 """The rows of Parquet and Arrow files (also Feather, and what `save_to_disk` of `datasets` writes), in bounded memory.
 
-Unusual: Parquet goes through `datasets`, but for the first look, which takes pyarrow alone: importing `datasets` takes seconds.
+Unusual: they go through pyarrow alone. `datasets` takes seconds to import, and takes the name of a file for a glob.
 """
 
 from __future__ import annotations
@@ -17,21 +17,7 @@ ROWS_AT_ONCE = 256
 
 
 def parquet(file: Path) -> Iterator[Row | Problem]:
-    import datasets
-    import pyarrow
-
-    _open_parquet(file)
-    number = 0
-    try:
-        for row in datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True):
-            number += 1
-            yield Row(file, number, row)
-    except (pyarrow.ArrowException, OSError) as error:
-        yield _damaged(file, number, error)
-
-
-def parquet_head(file: Path, count: int) -> Iterator[Row | Problem]:
-    return _numbered(file, _open_parquet(file).iter_batches(batch_size=count))
+    yield from _numbered(file, _open_parquet(file).iter_batches(batch_size=ROWS_AT_ONCE))
 
 
 def arrow(file: Path) -> Iterator[Row | Problem]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ FIRST_READ_CHARACTERS = 1 << 20  # of a JSON array; doubled while one item does 
 DOCUMENT_CHARACTERS = 1 << 22  # of a document at a time
 PEEKED_BYTES = 1 << 12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+WHITE_SPACE = " \t\r\n"  # of JSON
 ARRAY_OR_LINES = "a JSON array of objects, or one JSON object per line"
 
 
@@ -66,13 +68,23 @@ def json_array(file: Path, source: BinaryIO) -> Iterator[Row | Problem]:
     text_source = io.TextIOWrapper(source, encoding="utf-8-sig", errors="surrogateescape")  # bytes that are not UTF-8: see _item
     decoder = json.JSONDecoder()
     read_characters, number, position = FIRST_READ_CHARACTERS, 0, 1
+    after_item = after_comma = False
     text = text_source.read(read_characters).lstrip()
     if text and not text.startswith("["):
         yield Problem(path=shown(file), got=f"a file that starts with {excerpt(text[:20])!a}", expected=ARRAY_OR_LINES)
         return
     while text:
-        position = _skip(text, position, " \t\r\n,")
-        if text[position : position + 1] == "]":
+        position = _skip(text, position, WHITE_SPACE)
+        found = text[position : position + 1]
+        if found == "]" and not after_comma:
+            yield from _after_array(text[position + 1 :], text_source, file, number)
+            return
+        if found == "," and after_item:
+            position, after_item, after_comma = position + 1, False, True
+            continue
+        if found and after_item:
+            got = f"broken JSON, no comma after the item before: {excerpt(text[position : position + EXCERPT_CHARACTERS])}"
+            yield Problem(path=place(file, number + 1), got=got, expected="a JSON array of objects")
             return
         failure, failed_at = "the array is not closed", len(text)
         try:
@@ -85,7 +97,7 @@ def json_array(file: Path, source: BinaryIO) -> Iterator[Row | Problem]:
         else:
             if end < len(text):  # a number may go on beyond what is read so far
                 yield _item(value, text[position:end], file, number + 1)
-                number, position = number + 1, end
+                number, position, after_item, after_comma = number + 1, end, True, False
                 continue
         where = place(file, number + 1)
         more = text_source.read(read_characters) if len(text) - position <= MOST_ROW_BYTES else None
@@ -97,6 +109,18 @@ def json_array(file: Path, source: BinaryIO) -> Iterator[Row | Problem]:
             yield Problem(path=where, got=f"broken JSON, {at}", expected="a JSON array of objects")
             return
         text, position, read_characters = text[position:] + more, 0, 2 * read_characters
+
+
+def _after_array(text: str, source: io.TextIOWrapper, file: Path, number: int) -> Iterator[Problem]:
+    """What is wrong with the `text` behind the array and what `source` has after it: nothing belongs there."""
+    while True:
+        if rest := text.strip(WHITE_SPACE):
+            got = f"content after the end of the array of {number:,} rows: {excerpt(rest)}"
+            yield Problem(path=place(file, number + 1), got=got, expected="one JSON array with all rows, or one JSON object per line")
+            return
+        text = source.read(FIRST_READ_CHARACTERS)
+        if not text:
+            return
 
 
 def csv_records(file: Path, source: BinaryIO) -> Iterator[Row | Problem]:
@@ -202,7 +226,7 @@ def _object(value: Any, file: Path, number: int) -> Row | Problem:
 def _too_long(where: str, beginning: bytes, file: Path) -> Problem:
     got = f"a row of more than {_megabytes(MOST_ROW_BYTES)}, which starts with {excerpt(beginning.decode(errors='replace'))!r}"
     is_array = kind_of(file) == ".jsonl" and beginning.startswith(b"[")
-    fix = f"mv {file.name} {file.name.replace('.jsonl', '.json')}   (it holds a JSON array)" if is_array else ""
+    fix = f"mv {file.name} {re.sub('(?i)jsonl', 'json', file.name)}   (it holds a JSON array)" if is_array else ""
     return Problem(path=where, got=got, expected="a shorter row: it would make one sample", fix=fix)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import DataConfig
+from framework.config.schema import DataConfig, TrainOn
 from framework.data.cache import Entry, EntryWriter, obtain
 from framework.data.dataset import TokenDataset
 from framework.data.files import Row, place
@@ -87,9 +87,10 @@ class TooLong:
         return [*problems, Problem(path=setting, got=got, expected="none", fix=fix)]
 
 
-def source_tokens(wanted: Wanted, config: DataConfig, tokenizer: Any, cache: Path, *, show: bool, thoroughly: bool) -> SourceTokens:
-    """The tokens of `wanted`, from the folder `cache` where they are there. Raises UserError with the problems of its rows."""
-    source = wanted.open()
+def source_tokens(
+    wanted: Wanted, source: Source, config: DataConfig, tokenizer: Any, cache: Path, *, show: bool, thoroughly: bool
+) -> SourceTokens:
+    """The tokens of `wanted`, opened as `source`, from the folder `cache` where they are there. UserError with the problems of its rows."""
     made_of = Fingerprint(source, tokenizer, config.train_on, cache / "digests", show_progress=show)
 
     def make(writer: EntryWriter) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _tokenise(writer: EntryWriter, source: Source, wanted: Wanted, config: DataC
     under_way: deque[Row] = deque()
     written = _RowWriter(writer, has_mask=not source.is_text)
     rows_of_files = dict.fromkeys((file for file, _ in source.files), 0)
-    usable = _usable(source, faults, counts, under_way)
+    usable = _usable(source, faults, counts, under_way, config.train_on)
     encoded = encode_rows(usable, tokenizer, yields=source.yields, train_on=config.train_on, num_workers=config.num_workers)
     unit = "pieces of text" if source.is_text else "rows"
     for _, part in progress(encoded, f"tokenising {source.setting}", unit=unit, show=show):
@@ -222,11 +223,11 @@ class _RowWriter:
         self._ends, self._row_numbers, self._counts = array("q"), array("q"), array("i")
 
 
-def _usable(source: Source, faults: Faults, counts: SourceCounts, under_way: deque[Row]) -> Iterator[tuple[str, Item]]:
+def _usable(source: Source, faults: Faults, counts: SourceCounts, under_way: deque[Row], train_on: TrainOn) -> Iterator[tuple[str, Item]]:
     """The rows of `source` that say something, noted in `under_way`; the others are counted as dropped."""
     for row, item in source.items(faults):
         counts.read += not (isinstance(item, Passage) and item.goes_on)
-        reason = _says_nothing(item)
+        reason = _says_nothing(item, train_on)
         if reason:
             counts.dropped[reason] += 1
             continue
@@ -235,7 +236,7 @@ def _usable(source: Source, faults: Faults, counts: SourceCounts, under_way: deq
         yield row.where, item
 
 
-def _says_nothing(item: Item) -> str | None:
+def _says_nothing(item: Item, train_on: TrainOn) -> str | None:
     """Why a row is dropped before it is tokenised; None: it is not."""
     if isinstance(item, Passage):
         return "empty text" if item.is_whole and not item.text.strip() else None
@@ -246,4 +247,5 @@ def _says_nothing(item: Item) -> str | None:
     answers = [turn for turn in item.turns if turn.role == "assistant"]
     if not answers:
         return "no assistant turn to train on"
-    return None if all(turn.content.strip() or turn.tool_calls for turn in answers) else "empty assistant turn"
+    trained = [turn for turn in (answers[-1:] if train_on == "last" else answers) if turn.trained]
+    return None if all(turn.content.strip() or turn.tool_calls for turn in trained) else "empty assistant turn"

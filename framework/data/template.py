@@ -31,6 +31,12 @@ from framework.data.files import excerpt
 from framework.data.tool_template import ToolTemplate, written_calls
 from framework.data.turns import Conversation, Turn
 
+SETTING = "model.chat_template"
+PROBE = (Turn("user", "Yes?"), Turn("assistant", "Yes."))
+TEMPLATE_FIX = "model.chat_template=/path/to/template.jinja"
+STOP_EXPECTED = "a stop token after each assistant turn, for the model to learn where to stop"
+STOP_FIX = f"{TEMPLATE_FIX}   with {{{{ eos_token }}}} after the assistant's text"
+
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
@@ -68,13 +74,13 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Any, train_on: TrainOn = "assistant") -> None:
         if not tokenizer.chat_template:
-            fix = "model.chat_template=/path/to/template.jinja"
-            raise _wrong("model.chat_template", "a tokenizer without a chat template", "a template to train on conversations", fix)
+            raise _wrong(SETTING, "a tokenizer without a chat template", "a template to train on conversations", TEMPLATE_FIX)
         if not tokenizer.is_fast:
             raise _wrong("model.tokenizer", type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)")
         self.tokenizer, self.tools, self.train_on = tokenizer, ToolTemplate(tokenizer), train_on
         marked = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = np.array(sorted(marked | set(tokenizer.all_special_ids)), dtype=np.int32)
+        self._check_template()
 
     def encode(self, conversations: list[tuple[str, Conversation]]) -> list[Encoded | UserError]:
         """Each (place of the row, conversation) in tokens, or what is wrong with it; one call of the tokenizer for all."""
@@ -92,6 +98,38 @@ class ChatEncoder:
             results.append(_caught(self._mark, one, ids[0], spans, ids[1:]))
             at += len(one.texts)
         return results
+
+    def _check_template(self) -> None:
+        """Raises UserError for what no row could make good. What the template says to rows alone (their roles, say) is left to them."""
+        from jinja2 import TemplateSyntaxError, UndefinedError
+
+        question, answer = Conversation(PROBE[:1]), PROBE[1].content
+        try:
+            text = self._apply(SETTING, Conversation(PROBE))
+        except UserError as error:
+            cause = error.__cause__
+            if not isinstance(cause, TemplateSyntaxError | UndefinedError):
+                return
+            got = f"a template that fails on a question and its answer ({cause}{_line_of(cause)})"
+            raise _wrong(SETTING, got, "a Jinja template that writes `messages`", TEMPLATE_FIX) from error
+        try:
+            bare, prompt = (self._apply(SETTING, question, prompt=prompt) for prompt in (False, True))
+        except UserError:
+            return
+        start, at = _common_prefix(text, bare), text.rfind(answer)
+        if at < start:
+            return
+        batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = np.array(batch["offset_mapping"]).reshape(-1, 2)[np.isin(batch["input_ids"], self.special_ids)]
+        special = spans[:, 0].tolist()
+        if not any(place >= at + len(answer) for place in special):
+            got = f"a template with no special token after an answer, which it writes as {excerpt(text[start:])!r}"
+            raise _wrong(SETTING, got, STOP_EXPECTED, STOP_FIX)
+        first = next(place for place in special if place >= start)
+        if self.train_on != "all" and prompt == bare and first < at and not text[start:first].strip():
+            got = f"a template without a generation prompt, from which the model would learn to write {excerpt(text[start:at])!r}"
+            fix = f"{TEMPLATE_FIX}   that ends with {{% if add_generation_prompt %}}...{{% endif %}}: what stands before each answer"
+            raise _wrong(SETTING, got, "a template with `add_generation_prompt`, as inference uses it", fix)
 
     def _render(self, where: str, conversation: Conversation) -> _Rendered:
         """Text of the conversation and of the prompt of each answer to be found, which must be a prefix of it."""
@@ -186,8 +224,7 @@ class ChatEncoder:
             raise _wrong(one.where, got, "the assistant's text as it is written in the row", fix)
         after = rendered[rendered.index(answer.strip()) + len(answer.strip()) :]
         got = f"no special token after the answer of turn {index + 1} in {one.where}: {excerpt(after)!r}"
-        fix = "model.chat_template=/path/to/template.jinja   with {{ eos_token }} after the assistant's text"
-        raise _wrong("model.chat_template", got, "a stop token after each assistant turn, for the model to learn where to stop", fix)
+        raise _wrong(SETTING, got, STOP_EXPECTED, STOP_FIX)
 
     def _stop_of_calls(self, one: _Rendered, index: int, special: np.ndarray, ids: np.ndarray, spans: np.ndarray) -> int:
         """The same for a turn with tool calls: [Note: tool calls]. Its text and its calls must all be there."""
@@ -200,14 +237,14 @@ class ChatEncoder:
         rendered = one.text[len(one.prompts[index]) : spans[stop, 0]]
         if (missing := written_calls(one.turns[index], rendered)) is not None:
             got = f"a chat template that leaves out {missing} of turn {index + 1}: it became {excerpt(rendered)!r}"
-            fix = "model.chat_template=/path/to/template.jinja   that writes `tool_calls`"
+            fix = f"{TEMPLATE_FIX}   that writes `tool_calls`"
             raise _wrong(one.where, got, "the text and every call of the turn", fix)
         return stop
 
     @cached_property
     def _plain_stops(self) -> tuple[int, ...]:
         """The token that ends an answer without tool calls."""
-        (probe,) = self.encode([("model.chat_template", Conversation((Turn("user", "Yes?"), Turn("assistant", "Yes."))))])
+        (probe,) = self.encode([(SETTING, Conversation(PROBE))])
         if isinstance(probe, UserError):
             raise probe
         return probe.stops
@@ -239,7 +276,7 @@ def _check_complete(where: str, turns: tuple[Turn, ...], text: str) -> None:
             got = (
                 f"a chat template that leaves out or changes turn {index + 1} ({turn.role}: {excerpt(content)!r}){_same_role(turns, index)}"
             )
-            raise _wrong(where, got, "every turn as it is written in the row", "model.chat_template=/path/to/template.jinja")
+            raise _wrong(where, got, "every turn as it is written in the row", TEMPLATE_FIX)
         at = found + len(content) if turn.role == "user" else at
 
 
@@ -256,6 +293,10 @@ def _same_role(turns: tuple[Turn, ...], index: int) -> str:
     if index == 0 or turns[index - 1].role != turns[index].role:
         return ""
     return f"; turns {index} and {index + 1} are both of the role {turns[index].role}"
+
+
+def _line_of(error: Exception) -> str:
+    return f", line {error.lineno}" if getattr(error, "lineno", None) else ""
 
 
 def _wrong(path: str, got: str, expected: str, fix: str = "") -> UserError:

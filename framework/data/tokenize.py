@@ -11,9 +11,10 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from framework.config.errors import UserError
+from framework.config.errors import Problem, UserError
 from framework.config.schema import TrainOn
 from framework.data.conversations import Yields
 from framework.data.plain import CHARACTERS_AT_ONCE, CompletionEncoder, IdsEncoder, TextEncoder
@@ -41,8 +42,18 @@ def encode_rows(
         for group in groups:
             yield from zip((where for where, _ in group), encoder.encode(group), strict=True)
         return
+    try:
+        yield from _encoded_by_workers(groups, num_workers, (tokenizer, yields, train_on))
+    except BrokenProcessPool as error:
+        got = f"{num_workers}, of which one was killed, perhaps because the machine ran out of memory"
+        fix = f"data.num_workers={max(1, num_workers // 2)}"
+        raise UserError(Problem(path="data.num_workers", got=got, expected="as many processes as fit in memory", fix=fix)) from error
+
+
+def _encoded_by_workers(groups: Iterator[Group], num_workers: int, encoder: tuple) -> Iterator[tuple[str, Encoded | UserError]]:
+    """`encoder`: what `_encoder_for` takes."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenizer, yields, train_on)) as pool:
+    with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker, initargs=encoder) as pool:
         pending: deque = deque()
         for group in groups:
             pending.append((group, pool.submit(_encode_group, group)))

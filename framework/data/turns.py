@@ -4,6 +4,7 @@
     {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]}
     {"role": "tool", "name": "add", "content": "5"}
     {"role": "assistant", "reasoning_content": "2 and 3 make 5.", "content": "5", "weight": 1}
+    {"role": "assistant", "content": "Sorry, what?", "train": false}      as with "weight": 0
     {"from": "function_call", "value": "{\\"name\\": \\"add\\", \\"arguments\\": {\\"a\\": 2}}"}, {"from": "observation", "value": "5"}
 
 Calls and definitions of tools are brought into the one form that chat templates are written for, the `messages` and `tools` of
@@ -38,7 +39,7 @@ class Turn:
     role: Role
     content: str
     trained: bool = True
-    """False for a turn of weight 0. Of the others, `data.train_on` chooses."""
+    """False for a turn with `weight` 0 or `train` false. Of the others, `data.train_on` chooses."""
     tool_calls: tuple[dict, ...] = ()
     """Calls of an assistant: {"type": "function", "function": {"name": str, "arguments": dict}}, with "id" where the row has one."""
     name: str | None = None
@@ -91,6 +92,12 @@ def read_turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:
     weight = entry.get("weight")
     if weight not in (None, 0, 1):
         raise wrong(row, got=f"{which} with `weight` = {excerpt(weight)}", expected="0 (not trained on) or 1")
+    train = entry.get("train")
+    if not (train is None or isinstance(train, bool)):
+        raise wrong(row, got=f"{which} with `train` = {excerpt(train)}", expected="true or false (not trained on)")
+    if None not in (weight, train) and weight != train:
+        got = f"{which} with `weight` = {excerpt(weight)} and `train` = {excerpt(train)}"
+        raise wrong(row, got=got, expected="one of them, or both alike")
     if entry.get("function_call"):
         raise wrong(row, got=f"{which} with `function_call`", expected='`tool_calls`: [{"function": {"name": ..., "arguments": ...}}]')
     content = f"`{columns.content}` of {which}"
@@ -104,7 +111,7 @@ def read_turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:
     return Turn(
         ROLES[name],
         text,
-        trained=weight != 0,
+        trained=weight != 0 and train is not False,
         tool_calls=calls,
         name=_optional(row, entry, "name", which) if ROLES[name] == "tool" else None,
         tool_call_id=_optional(row, entry, "tool_call_id", which) if ROLES[name] == "tool" else None,

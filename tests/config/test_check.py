@@ -50,6 +50,7 @@ def test_the_recipes_that_the_changes_below_start_from_are_sound():
         ("data__max_tokens", 1),
         ("data__max_rows", 0),
         ("data__num_workers", 0),
+        ("data__cache_dir", ""),
         ("data__validation_fraction", 1.0),
         ("data__validation_fraction", -0.1),
         ("trainer__log_every_n_steps", 0),

@@ -224,16 +224,17 @@ def test_rows_with_problems_leave_no_entry(run, write_jsonl, cache):
     assert entries(cache) == set()
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(run, write_jsonl, monkeypatch, cache):
+@pytest.mark.parametrize(("becomes", "said"), [(lambda path: path.write_text(""), "changed"), (Path.unlink, "deleted")])
+def test_a_file_that_changes_while_it_is_read_is_refused(run, write_jsonl, monkeypatch, cache, becomes, said):
     path = write_jsonl(ROWS)
     usual = framework.data.source_tokens.encode_rows
 
     def touching(*args, **options):
         yield from usual(*args, **options)
-        Path(path).write_text("")
+        becomes(Path(path))
 
     monkeypatch.setattr(framework.data.source_tokens, "encode_rows", touching)
-    with pytest.raises(UserError, match="train.jsonl, which was changed while it was read"):
+    with pytest.raises(UserError, match=f"data.train: got .*train.jsonl, which was {said} while it was read"):
         run(path)
     assert entries(cache) == set()
 
@@ -247,6 +248,11 @@ def test_a_cache_that_cannot_be_written_says_what_to_write(run, write_jsonl, cac
         run(path, cache_dir=str(cache) if place == "a file" else place)
     message = str(caught.value)
     assert message.startswith("data.cache_dir: got ") and "write    data.cache_dir=" in message
+
+
+def test_the_cache_is_not_blamed_for_a_file_elsewhere(cache, tmp_path):
+    with pytest.raises(FileNotFoundError, match="gone.jsonl"):
+        obtain(cache, "key", lambda writer: (tmp_path / "gone.jsonl").stat(), say=print)
 
 
 def test_a_full_disk_is_told_with_what_to_write_and_leaves_nothing(cache):

@@ -51,8 +51,9 @@ def test_each_format_is_recognised_and_read(value, kind, turns):
     assert read(value) == (kind, turns)
 
 
-def test_p7_a_turn_of_weight_0_is_not_trained():
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "weight": 0}]
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}, {"weight": 0, "train": False}])
+def test_p7_a_turn_of_weight_0_is_not_trained(key):
+    turns = [{"role": "user", "content": "Hi", "train": True}, {"role": "assistant", "content": "Hello", **key}]
     assert read({"messages": turns})[1] == (Turn("user", "Hi"), Turn("assistant", "Hello", trained=False))
 
 
@@ -135,6 +136,7 @@ def test_p31_wrong_columns_list_those_found_those_needed_and_the_mapping_to_writ
     ("auto", {"output": "reply"}, "data.columns.output=reply, which is not there"),
     ("alpaca", {"text": "body"}, "data.columns.text=body, which the format alpaca does not have"),
     ("messages", {}, "messages: messages"),
+    ("messages", {}, "write    data.format=auto   (these are the columns of alpaca)"),
 ])  # fmt: skip
 def test_a_mapping_or_format_that_does_not_fit_is_never_ignored(wanted, mapping, said):
     with pytest.raises(UserError) as caught:
@@ -169,6 +171,14 @@ def test_a_mapping_or_format_that_does_not_fit_is_never_ignored(wanted, mapping,
     ({"prompt": "Hi", "completion": "Hello", "system": "Be kind"}, "`system` beside a `prompt` that is text"),
     ({"prompt": [], "completion": [{"role": "assistant", "content": "x"}]}, "`prompt` = []"),
     (message(role="assistant", content="x", weight=0.5), "`weight` = 0.5"),
+    (message(role="assistant", content="x", train="no"), "`train` = no"),
+    (message(role="assistant", content="x", train=1), "`train` = 1"),
+    (message(role="assistant", content="x", weight=1, train=False), "`weight` = 1 and `train` = false"),
+    ({**message(role="system", content="Be brief"), "system": "Be kind"}, "`system` = Be kind and turn 2 = Be brief"),
+    ({"prompt": [{"role": "system", "content": "Be brief"}], "completion": [{"role": "assistant", "content": "x"}], "system": "Be kind"},
+     "`system` = Be kind and turn 1 = Be brief"),
+    ({**message(role="assistant", content="x"), "weight": 0}, "`weight` = 0 of the whole row"),
+    ({"instruction": "x", "output": "y", "weight": 0.5}, "`weight` = 0.5 of the whole row"),
     ({"messages": [{"role": "user", "content": "Hi"}, "Hello"]}, "turn 2 of `messages` = Hello"),
     ({"messages": None}, "`messages` = null"),
     ({"messages": []}, "at least one turn"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from framework.config.compose import compose
 from framework.config.paths import asset_dir
 from framework.config.schema import DataConfig
 from framework.data.prepare import prepare
@@ -32,3 +33,8 @@ def test_the_question_that_the_quickstart_asks_is_trained_on(chatml):
 def test_the_question_itself_is_trained_on_with_the_seed_of_the_recipe(chatml):
     prepared = prepare(CONFIG, chatml, seed=0, show_progress=False)
     assert any("What is framework?<" in chatml.decode(prepared.train[i].input_ids) for i in range(len(prepared.train)))
+
+
+def test_rows_of_another_format_may_take_the_place_of_the_demo(write_jsonl):
+    path = write_jsonl([{"instruction": "Add.", "output": "5"}])
+    assert peek(compose(["+recipe=llama_sft", f"data.train={path}"]).recipe.data) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 from itertools import islice, pairwise
 
 import numpy as np
@@ -93,6 +94,20 @@ def test_p7_with_train_on_last_a_last_answer_of_weight_0_leaves_nothing(chatml, 
     assert run(chatml, write_jsonl([row, chat("hi", "hi")]), train_on="last").ledger.sources[0].dropped == {
         "no assistant turn to train on": 1
     }
+
+
+def test_only_an_answer_that_would_be_trained_drops_its_row_for_saying_nothing(chatml, write_jsonl):
+    row = chat("hello", "", "how are you", "Yes!")
+    dropped = {"empty assistant turn": 1}
+    good = chat("hi", "hi")
+    assert run(chatml, write_jsonl([row, good])).ledger.sources[0].dropped == dropped
+    assert run(chatml, write_jsonl([row, good]), train_on="last").ledger.sources[0].dropped == {}
+    row["messages"][1]["weight"] = 0
+    for train_on in ("assistant", "last", "all"):
+        prepared = run(chatml, write_jsonl([row, good]), train_on=train_on)
+        assert prepared.ledger.sources[0].dropped == {} and len(prepared.train) == 2
+    sample = run(chatml, write_jsonl([row])).train[0]
+    assert chatml.decode(sample.input_ids[sample.trained]) == "Yes!<|im_end|>"
 
 
 @pytest.mark.parametrize(("row", "train_on"), [({"prompt": "hello", "completion": " hi"}, "all"), ({"text": "hello"}, "last")])
@@ -279,6 +294,14 @@ def test_held_out_samples_know_the_source_that_they_are_from(chatml, write_jsonl
     assert run(chatml, files).source_names == () and run(chatml, files).validation_source_of is None
 
 
+@pytest.mark.parametrize("missing", [{"train": "hub://org/name"}, {"validation": "nowhere.jsonl"}])
+def test_a_source_that_cannot_be_had_is_told_before_another_is_tokenised(chatml, write_jsonl, tmp_path, missing):
+    there, cache = write_jsonl([chat("hello", "hi")]), tmp_path / "cache"
+    with pytest.raises(UserError, match=r"hub://org/name|nowhere.jsonl"):
+        run(chatml, [there, *filter(None, [missing.get("train")])], validation=missing.get("validation"), cache_dir=str(cache))
+    assert not cache.exists()
+
+
 def test_names_of_sources_are_short_as_far_as_they_stay_unique():
     assert short_names(["a/train.jsonl.gz", "b/*.txt", "c/folder/"]) == ["train", "b/*.txt", "folder"]
     assert short_names(["a/train.jsonl", "b/train.csv", "x", "x"]) == ["a/train.jsonl", "b/train.csv", "x (1)", "x (2)"]
@@ -299,6 +322,20 @@ def test_several_workers_give_the_same_rows_and_the_same_errors_in_the_same_orde
             assert where == "r:150" and str(here) == str(there)
         else:
             assert np.array_equal(here.ids, there.ids) and np.array_equal(here.trained, there.trained)
+
+
+def test_a_worker_that_is_killed_is_told_with_what_to_write(chatml):
+    others = set(multiprocessing.active_children())
+
+    def rows():
+        for n in range(200):
+            yield f"r:{n}", Conversation((Turn("user", "hello"), Turn("assistant", "hi")))
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+
+    with pytest.raises(UserError, match="data.num_workers: got 2, of which one was killed, perhaps because") as caught:
+        list(encode_rows(rows(), chatml, yields="conversations", train_on="assistant", num_workers=2))
+    assert "write    data.num_workers=1" in str(caught.value)
 
 
 @pytest.mark.parametrize("packing", [False, True])

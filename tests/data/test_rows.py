@@ -198,6 +198,25 @@ def test_what_datasets_saves_to_disk_is_read_without_its_notes_and_one_split_of_
         find_files(str(tmp_path / "saved"), "data.train")
 
 
+def test_notes_of_datasets_beside_other_data_files_are_no_data(tmp_path):
+    for name in ("dataset_info.json", "dataset_infos.json", "a.jsonl"):
+        (tmp_path / name).write_text("{}")
+    assert [file.name for file in find_files(str(tmp_path), "data.train")] == ["a.jsonl"]
+    (tmp_path / "a.jsonl").unlink()
+    assert [file.name for file in find_files(str(tmp_path), "data.train")] == ["dataset_info.json", "dataset_infos.json"]
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.Json", "a.CSV", "a.Parquet", "a.JSONL.GZ", "a.jsonl.Zst"])
+def test_suffixes_may_be_written_in_capitals(tmp_path, name):
+    file, small = tmp_path / name, tmp_path / name.lower().replace("a.", "b.")
+    if small.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), small)
+    else:
+        packed(small, (as_csv if ".csv" in small.name else as_lines if ".jsonl" in small.name else as_array)(ROWS).encode())
+    small.rename(file)
+    assert find_files(str(tmp_path), "data.train") == [file] and values(file) == ROWS
+
+
 def test_broken_json_far_into_a_file_is_named(tmp_path):
     lines = ['{"text": "x"}'] * 80000
     lines[73411] = '{"text": "x"'
@@ -278,6 +297,24 @@ def test_a_broken_json_array_names_the_row(tmp_path, ending):
     assert problem.path.endswith("a.json row 2") or ("not closed" in problem.got and problem.path.endswith("row 3"))
 
 
+@pytest.mark.parametrize("piece", [3, 10, 1 << 20])
+@pytest.mark.parametrize(("text", "rows", "said"), [
+    ('[{"n": 1}]\n[{"n": 2}]', 1, "content after the end of the array of 1 rows: [{"),
+    ('[] {"n": 1}', 0, "content after the end of the array of 0 rows: {"),
+    ('[{"n": 1} {"n": 2}]', 1, "no comma"),
+    ('[{"n": 1},,{"n": 2}]', 1, "Expecting value: ,"),
+    ('[{"n": 1},]', 1, "Expecting value: ]"),
+    ('[,{"n": 1}]', 0, "Expecting value: ,"),
+])  # fmt: skip
+def test_what_is_no_single_json_array_is_named_instead_of_rows_being_dropped(tmp_path, monkeypatch, text, rows, said, piece):
+    monkeypatch.setattr("framework.data.read_texts.FIRST_READ_CHARACTERS", piece)
+    (tmp_path / "a.json").write_text(text)
+    *found, problem = read_rows(tmp_path / "a.json")
+    assert [row.value for row in found] == [{"n": 1}][:rows]
+    assert problem.path.endswith(f"a.json row {rows + 1}") and said.split(":")[0] in problem.got
+    assert piece < 20 or said in problem.got
+
+
 def test_json_arrays_are_read_piece_by_piece(tmp_path, monkeypatch):
     """Rows that lie across the pieces are whole."""
     monkeypatch.setattr("framework.data.read_texts.FIRST_READ_CHARACTERS", 5)
@@ -302,6 +339,22 @@ def test_a_file_in_another_unicode_is_told_as_such_with_the_command_that_makes_i
     is_named = encoding[:6].upper()
     assert f"begins as {is_named} does" in problem.got and problem.fix.startswith(f"iconv -f {is_named} -t UTF-8 a.")
     assert [peeked.got for peeked in peek(DataConfig(train=str(tmp_path / name)))] == [problem.got]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".jsonl"])
+def test_a_name_with_signs_of_a_glob_is_that_one_file(tmp_path, suffix):
+    """`part[1]` as a pattern matches `part1`."""
+    for name, text in (("part[1]", "mine"), ("part1", "other")):
+        file, table = tmp_path / f"{name}{suffix}", pyarrow.table({"text": [text]})
+        if suffix == ".parquet":
+            pyarrow.parquet.write_table(table, file)
+        elif suffix == ".arrow":
+            with pyarrow.ipc.new_file(str(file), table.schema) as writer:
+                writer.write_table(table)
+        else:
+            file.write_text(json.dumps({"text": text}))
+    (mine,) = find_files(str(tmp_path / f"part[1]{suffix}"), "data.train")
+    assert values(mine) == [{"text": "mine"}]
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):

@@ -117,18 +117,40 @@ def test_p33_answers_in_a_row_that_the_template_joins_are_an_error_that_names_th
 
 
 @pytest.mark.parametrize(("template", "turns", "said"), [
-    (STOPLESS, SINGLE, "no special token after the answer of turn 2"),
     (STOPLESS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", MULTI, "no special token after the answer of turn 2"),
     (QWEN3, (MULTI[0], Turn("assistant", "<think>hm</think>\nyes"), *MULTI[2:]), "changes the text of turn 2"),
     (GLUED, (Turn("user", "hello"), Turn("assistant", "the user asks")), "share a token"),
     (CHATML, (Turn("assistant", "hello"), Turn("user", "a")), "starts with the assistant"),
     ("{% if add_generation_prompt %}x{% endif %}" + CHATML, SINGLE, "is not how the conversation goes on"),
-    ("{{ messages[0].nothing.at_all }}", SINGLE, "refuses"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_exactly_is_refused_with_the_place_where_it_fails(tokenizer_with, template, turns, said):
     with pytest.raises(UserError) as caught:
         encode(tokenizer_with(template), turns)
     assert said in str(caught.value) and "rows.jsonl:7" in str(caught.value)
+
+
+HEADERS = "{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>' + m.content + '<|eot|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "said", "advice"), [
+    ("{{ messages[0].nothing.at_all }}", "has no attribute 'nothing'", "writes `messages`"),
+    ("{% for m in messages %}\n{{ m.content }}", "fails on a question and its answer", "line 2"),
+    (STOPLESS, "no special token after an answer, which it writes as 'assistant: Yes.", "{{ eos_token }} after"),
+    (STOPLESS.replace("'assistant:'", "'assistant: '"), "no special token after an answer", "{{ eos_token }} after"),
+    (HEADERS, "without a generation prompt, from which the model would learn to write '<|header|>assistant<|/header|>'",
+     "{% if add_generation_prompt %}"),
+])  # fmt: skip
+def test_what_is_wrong_with_the_template_itself_is_one_problem_of_it_before_any_row(tokenizer_with, template, said, advice):
+    with pytest.raises(UserError) as caught:
+        ChatEncoder(tokenizer_with(template))
+    (problem,) = caught.value.problems
+    assert problem.path == "model.chat_template" and said in str(caught.value) and advice in str(caught.value)
+
+
+def test_a_header_that_inference_leaves_to_the_model_is_trained(tokenizer_with):
+    """A prompt may end within the header: gpt-oss's does."""
+    tokenizer = tokenizer_with(HEADERS + "{% if add_generation_prompt %}{{ '<|header|>assistant' }}{% endif %}")
+    assert [tokenizer.decode(span) for span in spans(*encode(tokenizer, SINGLE))] == ["<|/header|>Hello World.<|eot|>"]
 
 
 def test_an_answer_that_only_another_turn_still_holds_is_not_taken_for_found(tokenizer_with):

@@ -212,9 +212,11 @@ def preview(recipe: RecipeConfig) -> str:
 
 def starting_point(recipe: RecipeConfig) -> Pretrained | None:
     """The weights that the recipe names, None for random ones. Raises UserError, before anything slow, also for patterns that mean nothing
-    in it."""
+    in it and for an adapter that is not what the recipe says."""
     pretrained = None if recipe.model.path is None else open_model(recipe.model.path, arch=recipe.model.arch)
     check_selection(recipe, recipe.model.arch if pretrained is None else pretrained.config)
+    if recipe.peft.path is not None:
+        open_adapter(recipe.peft, pretrained.config)
     return pretrained
 
 

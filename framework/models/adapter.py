@@ -94,6 +94,11 @@ def open_adapter(config: PeftConfig, architecture: LlamaConfig) -> Adapter:
         for key in ("rank", "alpha", "rslora", "dora")
         if (mine := getattr(config, key)) != (its := getattr(adapter.config, key))
     ]
+    chosen, known = target_names(architecture, config), linear_layers(architecture)
+    if set(chosen) != set(adapter.layers) and known.keys() >= set(adapter.layers):  # else it belongs to another model: `check` says so
+        its = ",".join(_short_targets(architecture, adapter.layers))
+        got, expected = f"[{','.join(config.targets)}]", f"the layers that the adapter in {adapter.folder} is for"
+        problems.append(Problem(path="peft.targets", got=got, expected=expected, fix=f'"peft.targets=[{its}]"'))
     if problems:
         raise UserError(*problems)
     adapter.check(architecture, config)
@@ -188,8 +193,6 @@ def write_adapter(
 
 def _settings(architecture: LlamaConfig, config: PeftConfig, base_path: str) -> dict:
     adapted, local = target_names(architecture, config), Path(base_path).expanduser()
-    leaves = sorted({name.rpartition(".")[2] for name in adapted})
-    says_it_all = len([name for name in linear_layers(architecture) if name.rpartition(".")[2] in leaves]) == len(adapted)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -197,13 +200,20 @@ def _settings(architecture: LlamaConfig, config: PeftConfig, base_path: str) -> 
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": leaves if says_it_all else adapted,
+        "target_modules": _short_targets(architecture, adapted),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _short_targets(architecture: LlamaConfig, layers: list[str]) -> list[str]:
+    """Last words of names where they mean `layers` and no other, else the whole names."""
+    leaves = sorted({name.rpartition(".")[2] for name in layers})
+    meant = [name for name in linear_layers(architecture) if name.rpartition(".")[2] in leaves]
+    return leaves if len(meant) == len(layers) else layers
 
 
 def _config_of(settings: dict, folder: Path) -> PeftConfig:

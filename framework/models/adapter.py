@@ -20,7 +20,7 @@ from torch import Tensor
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
-from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_of_run
+from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, are_different, export_of_run
 from framework.models.lora import adapter_shapes, linear_layers, merged_rows, scaling, target_names
 from framework.models.pretrained import Pretrained, new_folder, open_pretrained, read_json, write_json, write_tokenizer
 from framework.models.safetensors_io import RangeReader, StreamWriter, read_header
@@ -103,6 +103,13 @@ def open_adapter(config: PeftConfig, architecture: LlamaConfig) -> Adapter:
         raise UserError(*problems)
     adapter.check(architecture, config)
     return adapter
+
+
+def other_base(config: PeftConfig, model_path: str) -> str | None:
+    """The model that the adapter in `config.path` says it was trained on, where that is not the one at `model_path`."""
+    folder = Path(export_of_run(config.path, "peft.path")).expanduser()
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return base if base and are_different(base, model_path) else None
 
 
 class LoraTensors(Protocol):

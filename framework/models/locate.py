@@ -99,6 +99,22 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
+def are_different(one: str, other: str) -> bool:
+    """Whether two paths name different models for certain; a hub name and a local folder may be the same one."""
+    try:
+        first, second = (_local_path(_export_or_itself(path), "model.path") for path in (one, other))
+    except UserError:
+        return False  # not on this machine
+    if first is None or second is None:
+        return first is second and one != other
+    return first.resolve() != second.resolve()
+
+
+def _export_or_itself(path: str) -> str:
+    export = Path(path).expanduser() / "export"
+    return str(export) if export.is_dir() else path
+
+
 def _local_path(path: str, setting: str) -> Path | None:
     """None: not local, but it may be a hub name."""
     if path.startswith(PACKAGE_SCHEME):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,12 @@ def test_an_adapter_that_is_not_what_the_recipe_says_is_refused_before_the_data_
     with pytest.raises(UserError) as caught:
         preview(dataclasses.replace(recipe, peft=dataclasses.replace(LORA, path=adapter, **change), data=data))
     assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def test_an_adapter_of_another_model_is_said_to_be_one(recipe, adapter, tmp_path) -> None:
+    own = dataclasses.replace(recipe, peft=dataclasses.replace(LORA, path=adapter))
+    assert "was trained on" not in preview(own)
+    shutil.copytree(recipe.model.path, tmp_path / "copy")
+    copied = dataclasses.replace(recipe.model, path=str(tmp_path / "copy"))
+    text = preview(dataclasses.replace(own, model=copied))
+    assert text.startswith(f"the adapter in {adapter} was trained on {recipe.model.path}, and goes on here on {tmp_path / 'copy'}\n")

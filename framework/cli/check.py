@@ -53,7 +53,7 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
     """Problems with the files and models that the recipe names; reads the first rows of the data."""
     from framework.data.prompts import peek_prompts
     from framework.data.sources import peek
-    from framework.models.locate import check_adapter_path, check_path
+    from framework.models.locate import check_adapter_path, check_path, check_template
     from framework.train.loggers import check_logger
 
     problems = []
@@ -62,6 +62,7 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_source(recipe.model.path, "model.path", **described)
     if recipe.model.tokenizer is not None:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
+    problems += check_template(recipe.model.chat_template)
     if recipe.peft.path is not None:
         problems += check_adapter_path(recipe.peft.path, "peft.path")
     problems += peek(recipe.data) + peek_prompts(recipe.eval.prompts)

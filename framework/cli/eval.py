@@ -31,7 +31,7 @@ from framework.config.hardware import check_hardware
 from framework.config.schema import RecipeConfig
 from framework.config.typed import schema_paths, to_dict
 from framework.data.sources import peek, peek_at, validation_sources
-from framework.models.locate import check_path
+from framework.models.locate import check_path, check_template
 from framework.ranks import launched, local_ranks
 from framework.train.run_dir import CONFIG, config_yaml, read_config
 
@@ -141,7 +141,7 @@ def _base(model: str, run: RecipeConfig | None, chosen: list[str]) -> dict[str, 
 
 def _problems(recipe: RecipeConfig) -> list[Problem]:
     """Of settings, machine and data; the model is looked at before."""
-    problems = [*check_settings(recipe), *check_hardware(recipe.trainer)]
+    problems = [*check_settings(recipe), *check_hardware(recipe.trainer), *check_template(recipe.model.chat_template)]
     if recipe.model.tokenizer is not None:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
     if recipe.data.validation is None and recipe.data.validation_fraction == 0:

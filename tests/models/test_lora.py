@@ -194,6 +194,21 @@ def test_merged_weights_are_the_same_for_every_split_into_ranges(base: Path, tmp
     assert opened.read(name, 5, 5).numel() == 0
 
 
+@pytest.mark.parametrize(
+    ("targets", "fix"),
+    [
+        (["q_prj"], "[q_proj]"),
+        (["v_proj", "self_attn.k_prj", "k_proj"], "[v_proj,k_proj]"),
+        (["nothing"], "[all-linear]"),
+        (["q_proj", "lm_head"], "[all-linear]"),
+    ],
+)
+def test_a_misspelt_target_is_corrected(targets: list[str], fix: str):
+    with pytest.raises(UserError) as caught:
+        target_names(ARCHITECTURE, dataclasses.replace(LORA, targets=targets))
+    assert [problem.fix for problem in caught.value.problems] == [f"peft.targets={fix}"]
+
+
 def test_training_goes_on_from_a_written_adapter(base: Path, tmp_path: Path):
     config = dataclasses.replace(LORA, targets=["q_proj"])
     model = adapted(base, config)

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_data(recipe: RecipeConfig) -> list[Problem]:
     """Problems of the settings, the first rows of the data, and the tokenizer's path; nothing about hardware."""
-    from framework.data.sources import peek
+    from framework.cli.check import check_rows
     from framework.models.locate import check_path, check_template
 
     model, problems = recipe.model, check_settings(recipe)
@@ -65,7 +65,7 @@ def check_data(recipe: RecipeConfig) -> list[Problem]:
         if path is not None:
             problems += check_path(path, setting, weights=False)
             break
-    return problems + check_template(model.chat_template) + peek(recipe.data)
+    return problems + check_template(model.chat_template) + check_rows(recipe.data)
 
 
 def _samples_to_show(arguments: Sequence[str]) -> tuple[int, list[str]]:

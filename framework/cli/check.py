@@ -15,7 +15,7 @@ from framework.config.check import check
 from framework.config.compose import STATUS_USER_MISTAKE, compose
 from framework.config.errors import Problem, UserError
 from framework.config.explain import render
-from framework.config.schema import RecipeConfig
+from framework.config.schema import DataConfig, RecipeConfig
 from framework.plan.resume import compare_settings
 from framework.progress import loading_libraries
 
@@ -51,9 +51,7 @@ def check_everything(recipe: RecipeConfig) -> list[Problem]:
 
 def check_inputs(recipe: RecipeConfig) -> list[Problem]:
     """Problems with the files and models that the recipe names; reads the first rows of the data."""
-    from framework.data.prompts import peek_prompts
-    from framework.data.sources import peek
-    from framework.models.locate import check_adapter_path, check_path
+    from framework.models.locate import check_adapter_path, check_path, check_template
     from framework.train.loggers import check_logger
 
     problems = []
@@ -62,10 +60,33 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_source(recipe.model.path, "model.path", **described)
     if recipe.model.tokenizer is not None:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
+    problems += check_template(recipe.model.chat_template)
     if recipe.peft.path is not None:
         problems += check_adapter_path(recipe.peft.path, "peft.path")
-    problems += peek(recipe.data) + peek_prompts(recipe.eval.prompts)
+    problems += check_rows(recipe.data) + check_prompts(recipe.eval.prompts)
     return problems + check_logger(recipe.logger) + check_checkpoint(recipe)
+
+
+def check_rows(data: DataConfig) -> list[Problem]:
+    """What the first rows tell is wrong with the data; nothing about an empty list, which the settings' own check has named."""
+    from framework.data.sources import peek
+
+    return [] if data.train == [] else peek(data)
+
+
+def check_prompts(prompts: str | list[str] | None) -> list[Problem]:
+    """What is wrong with the files or texts of `eval.prompts`; nothing about empty ones, as above."""
+    from framework.data.files import TABLES, TEXTS, find_files, kind_of
+    from framework.data.prompts import SETTING, peek_prompts
+
+    if isinstance(prompts, str) and len(prompts.split()) > 1 and kind_of(Path(prompts)) not in TEXTS + TABLES:
+        try:
+            find_files(prompts, SETTING)
+        except (UserError, OSError):  # too long for the name of a file
+            text = prompts.replace("'", "\\'")
+            expected = "a file of prompts, or a list of texts"
+            return [Problem(path=SETTING, got=f"{prompts!r}, which is no file", expected=expected, fix=f"\"{SETTING}=['{text}']\"")]
+    return peek_prompts(prompts or None)
 
 
 def check_checkpoint(recipe: RecipeConfig) -> list[Problem]:

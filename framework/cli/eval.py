@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from framework.checkpoint.source import check_source, find_source
+from framework.cli.check import check_rows
 from framework.cli.launch import launch
 from framework.config.check import check_settings
 from framework.config.compose import STATUS_INTERRUPTED, STATUS_USER_MISTAKE, compose
@@ -29,9 +30,10 @@ from framework.config.errors import Problem, UserError
 from framework.config.explain import render
 from framework.config.hardware import check_hardware
 from framework.config.schema import RecipeConfig
+from framework.config.suggest import closest
 from framework.config.typed import schema_paths, to_dict
-from framework.data.sources import peek, peek_at, validation_sources
-from framework.models.locate import check_path
+from framework.data.sources import peek_at, validation_sources
+from framework.models.locate import check_path, check_template
 from framework.ranks import launched, local_ranks
 from framework.train.run_dir import CONFIG, config_yaml, read_config
 
@@ -53,12 +55,15 @@ USABLE = ("data.", "precision.", "zero.", "kernels.", "seed.", "model.tokenizer.
 USABLE += ("trainer.devices.", "trainer.accelerator.", "trainer.micro_batch_size.", "trainer.collective_timeout_seconds.")
 """Settings that mean something here, with all below them."""
 MICRO_BATCH_SIZE = 8
+OPTIONS = {"--json": "FILE", "--tasks": "A,B", "--limit": "N"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0, 2 for a user's mistake, or that of ranks that failed."""
-    arguments = parser().parse_intermixed_args(argv)
+    arguments, unknown = parser().parse_known_intermixed_args(argv)
     try:
+        if unknown:  # with the words behind them, which may be their values
+            raise UserError(*(_unknown_option(word) for word in unknown if word.startswith("-")))
         out = _file_for(arguments.json)
         if arguments.tasks is not None:
             from framework.cli import harness
@@ -80,10 +85,18 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="framework eval", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("model", metavar="MODEL", help="what `framework generate` takes: a run, a checkpoint, a Hugging Face folder, ...")
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="data, precision, zero, trainer.devices ... as in a recipe")
-    made.add_argument("--json", metavar="FILE", help="write the result there, too")
-    made.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval instead of data")
-    made.add_argument("--limit", type=int, metavar="N", help="with --tasks: only the first N questions of each")
+    made.add_argument("--json", metavar=OPTIONS["--json"], help="write the result there, too")
+    made.add_argument("--tasks", metavar=OPTIONS["--tasks"], help="tasks of lm-eval instead of data")
+    made.add_argument("--limit", type=int, metavar=OPTIONS["--limit"], help="with --tasks: only the first N questions of each")
     return made
+
+
+def _unknown_option(word: str) -> Problem:
+    name, _, value = word.partition("=")
+    near = closest(name, OPTIONS)
+    expected = f"one of {', '.join(OPTIONS)}; settings have no dashes"
+    fix = f"{near[0]} {value or OPTIONS[near[0]]}" if near else ""
+    return Problem(path=name, got="an option that does not exist", expected=expected, fix=fix)
 
 
 def recipe_of(arguments: argparse.Namespace) -> RecipeConfig:
@@ -141,7 +154,7 @@ def _base(model: str, run: RecipeConfig | None, chosen: list[str]) -> dict[str, 
 
 def _problems(recipe: RecipeConfig) -> list[Problem]:
     """Of settings, machine and data; the model is looked at before."""
-    problems = [*check_settings(recipe), *check_hardware(recipe.trainer)]
+    problems = [*check_settings(recipe), *check_hardware(recipe.trainer), *check_template(recipe.model.chat_template)]
     if recipe.model.tokenizer is not None:
         problems += check_path(recipe.model.tokenizer, "model.tokenizer", weights=False)
     if recipe.data.validation is None and recipe.data.validation_fraction == 0:
@@ -151,7 +164,7 @@ def _problems(recipe: RecipeConfig) -> list[Problem]:
         named = validation_sources(recipe.data)
     except UserError as error:
         return [*problems, *error.problems]
-    return problems + (peek_at(named) if named else peek(recipe.data))
+    return problems + (peek_at(named) if named else check_rows(recipe.data))
 
 
 def measured(recipe: RecipeConfig) -> dict[str, Any]:

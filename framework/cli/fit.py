@@ -34,7 +34,7 @@ from framework.data.prompts import encode_prompts, read_prompts
 from framework.data.show import render_sample
 from framework.data.sources import holds_conversations
 from framework.kernels.library import choose, missing
-from framework.models.adapter import open_adapter
+from framework.models.adapter import open_adapter, other_base
 from framework.models.generate import inference_stop_ids
 from framework.models.lora import AdapterReader
 from framework.models.pretrained import Pretrained
@@ -213,15 +213,20 @@ def preview(recipe: RecipeConfig) -> str:
 
 def starting_point(recipe: RecipeConfig) -> Pretrained | None:
     """The weights that the recipe names, None for random ones. Raises UserError, before anything slow, also for patterns that mean nothing
-    in it."""
+    in it and for an adapter that is not what the recipe says."""
     pretrained = None if recipe.model.path is None else open_model(recipe.model.path, arch=recipe.model.arch)
     check_selection(recipe, recipe.model.arch if pretrained is None else pretrained.config)
+    if recipe.peft.path is not None:
+        open_adapter(recipe.peft, pretrained.config)
     return pretrained
 
 
 def page(plan: Plan, prepared: Prepared) -> str:
-    """What became of the rows, and the plan."""
-    return f"{prepared.ledger.table()}\n\n{describe(plan)}"
+    """What became of the rows, and the plan; first of all that an adapter is put on another model than its own, if it is."""
+    peft, model_path = plan.recipe.peft, plan.recipe.model.path
+    base = None if peft.path is None else other_base(peft, model_path)
+    note = "" if base is None else f"the adapter in {peft.path} was trained on {base}, and goes on here on {model_path}\n\n"
+    return f"{note}{prepared.ledger.table()}\n\n{describe(plan)}"
 
 
 def prepare_once(recipe: RecipeConfig, tokenizer: Any, run_dir: Path, place: Place) -> Prepared:

@@ -57,15 +57,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_data(recipe: RecipeConfig) -> list[Problem]:
     """Problems of the settings, the first rows of the data, and the tokenizer's path; nothing about hardware."""
-    from framework.data.sources import peek
-    from framework.models.locate import check_path
+    from framework.cli.check import check_rows
+    from framework.models.locate import check_path, check_template
 
     model, problems = recipe.model, check_settings(recipe)
     for setting, path in (("model.tokenizer", model.tokenizer), ("model.path", model.path)):
         if path is not None:
             problems += check_path(path, setting, weights=False)
             break
-    return problems + peek(recipe.data)
+    return problems + check_template(model.chat_template) + check_rows(recipe.data)
 
 
 def _samples_to_show(arguments: Sequence[str]) -> tuple[int, list[str]]:

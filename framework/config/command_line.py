@@ -25,13 +25,15 @@ from framework.config.errors import Problem, UserError
 from framework.config.hydra_ext import GROUP, find_recipe, is_path, recipe_folders, recipe_names
 from framework.config.paths import asset_dir
 from framework.config.suggest import closest, suggest_paths, unknown_key
-from framework.config.typed import schema_paths
+from framework.config.typed import described, schema_paths
 
 PLAIN_PATH = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+:%@?\\")
 """Characters that need no quotes in Hydra's grammar."""
 HYDRAS_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 FUNCTION_CALL = re.compile(r"[a-z]+\(.*\)")
 """`choice(a,b)` and the like, in sweeps."""
+ELEMENT = re.compile(r"\+*(?P<setting>[\w.]+)\[(?P<number>\d+)\](?:\.(?P<inner>\w+))?")
+"""`data.train[0].weight`, which Hydra's grammar does not have."""
 
 
 @dataclass(kw_only=True)
@@ -198,10 +200,24 @@ def _unreadable(text: str, error: HydraException, options: dict[str, list[str]])
         fix = "" if group is None else f"+recipe={text}" if group == GROUP else f"{group}={text}"
         return Problem(path=text, got="a word without `=`", expected="KEY=VALUE", fix=fix)
     key, _, value = text.partition("=")
+    if element := ELEMENT.fullmatch(key):
+        return _element_of_a_list(element, value, options)
     reason = str(error).strip().splitlines()[0]
     quoted = value.replace("'", "\\'")
     fix = f"\"{key}='{quoted}'\""
     return Problem(path=key.lstrip("+"), got=f"{value} ({reason})", expected="a value; quotes around special characters", fix=fix)
+
+
+def _element_of_a_list(element: re.Match[str], value: str, options: dict[str, list[str]]) -> Problem:
+    setting, inner = element["setting"], element["inner"]
+    if setting not in schema_paths():
+        return unknown_key(setting, schema_paths(), value, options)
+    if "[" not in (kind := described(schema_paths()[setting])):
+        return Problem(path=setting, got=f"{element[0]}={value}", expected=kind, fix=f"{setting}={value}")
+    others = "..., " if int(element["number"]) else ""
+    whole = f"{{..., {inner}: {value}}}" if inner else value
+    expected = "the whole list, in quotes, or the recipe file: its elements cannot be set one by one"
+    return Problem(path=setting, got=f"{element[0]}={value}", expected=expected, fix=f'"{setting}=[{others}{whole}]"')
 
 
 def _with_quoted_path(text: str) -> str:

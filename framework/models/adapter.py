@@ -20,7 +20,7 @@ from torch import Tensor
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
-from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, export_of_run
+from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, are_different, export_of_run
 from framework.models.lora import adapter_shapes, linear_layers, merged_rows, scaling, target_names
 from framework.models.pretrained import Pretrained, new_folder, open_pretrained, read_json, write_json, write_tokenizer
 from framework.models.safetensors_io import RangeReader, StreamWriter, read_header
@@ -94,10 +94,22 @@ def open_adapter(config: PeftConfig, architecture: LlamaConfig) -> Adapter:
         for key in ("rank", "alpha", "rslora", "dora")
         if (mine := getattr(config, key)) != (its := getattr(adapter.config, key))
     ]
+    chosen, known = target_names(architecture, config), linear_layers(architecture)
+    if set(chosen) != set(adapter.layers) and known.keys() >= set(adapter.layers):  # else it belongs to another model: `check` says so
+        its = ",".join(_short_targets(architecture, adapter.layers))
+        got, expected = f"[{','.join(config.targets)}]", f"the layers that the adapter in {adapter.folder} is for"
+        problems.append(Problem(path="peft.targets", got=got, expected=expected, fix=f'"peft.targets=[{its}]"'))
     if problems:
         raise UserError(*problems)
     adapter.check(architecture, config)
     return adapter
+
+
+def other_base(config: PeftConfig, model_path: str) -> str | None:
+    """The model that the adapter in `config.path` says it was trained on, where that is not the one at `model_path`."""
+    folder = Path(export_of_run(config.path, "peft.path")).expanduser()
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return base if base and are_different(base, model_path) else None
 
 
 class LoraTensors(Protocol):
@@ -188,8 +200,6 @@ def write_adapter(
 
 def _settings(architecture: LlamaConfig, config: PeftConfig, base_path: str) -> dict:
     adapted, local = target_names(architecture, config), Path(base_path).expanduser()
-    leaves = sorted({name.rpartition(".")[2] for name in adapted})
-    says_it_all = len([name for name in linear_layers(architecture) if name.rpartition(".")[2] in leaves]) == len(adapted)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -197,13 +207,20 @@ def _settings(architecture: LlamaConfig, config: PeftConfig, base_path: str) -> 
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": leaves if says_it_all else adapted,
+        "target_modules": _short_targets(architecture, adapted),
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _short_targets(architecture: LlamaConfig, layers: list[str]) -> list[str]:
+    """Last words of names where they mean `layers` and no other, else the whole names."""
+    leaves = sorted({name.rpartition(".")[2] for name in layers})
+    meant = [name for name in linear_layers(architecture) if name.rpartition(".")[2] in leaves]
+    return leaves if len(meant) == len(layers) else layers
 
 
 def _config_of(settings: dict, folder: Path) -> PeftConfig:

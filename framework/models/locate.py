@@ -50,6 +50,25 @@ def check_adapter_path(path: str, setting: str) -> list[Problem]:
     return [Problem(path=setting, got=path, expected=f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, or a run that made one")]
 
 
+def check_template(path: str | None) -> list[Problem]:
+    """What is wrong with the file that `model.chat_template` names."""
+    try:
+        if path is not None:
+            read_template(path)
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def read_template(path: str) -> str:
+    """The text of the file that `model.chat_template` names. Raises UserError where it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why_not = error.strerror if isinstance(error, OSError) else f"not UTF-8: byte {error.start}"
+        raise UserError(Problem(path="model.chat_template", got=f"{path} ({why_not})", expected="a Jinja file in UTF-8")) from error
+
+
 def resolve(path: str, setting: str = "model.path", *, weights: bool = True) -> Path:
     """The local file or folder that `path` names; a hub name is downloaded once, without `weights` if they are not needed.
 
@@ -97,6 +116,22 @@ def check_folder_or_file(local: Path, setting: str, *, weights: bool) -> None:
 def is_adapter(folder: Path) -> bool:
     """Whether `folder` holds an adapter and not a whole model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def are_different(one: str, other: str) -> bool:
+    """Whether two paths name different models for certain; a hub name and a local folder may be the same one."""
+    try:
+        first, second = (_local_path(_export_or_itself(path), "model.path") for path in (one, other))
+    except UserError:
+        return False  # not on this machine
+    if first is None or second is None:
+        return first is second and one != other
+    return first.resolve() != second.resolve()
+
+
+def _export_or_itself(path: str) -> str:
+    export = Path(path).expanduser() / "export"
+    return str(export) if export.is_dir() else path
 
 
 def _local_path(path: str, setting: str) -> Path | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig, PeftConfig
+from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Linear, Llama
 from framework.models.pretrained import Pretrained
@@ -175,7 +176,10 @@ def target_names(architecture: LlamaConfig, config: PeftConfig) -> list[str]:
             leaves = sorted({name.rpartition(".")[2] for name in names})
             expected = f"{ALL_LINEAR}, a regular expression for whole names like {names[0]}, or one of {', '.join(leaves)}"
             got = f"{target}, which is {'the head' if target == HEAD else 'no linear layer of this model'}"
-            raise UserError(Problem(path="peft.targets", got=got, expected=expected, fix=f"peft.targets=[{ALL_LINEAR}]"))
+            near = next(iter(closest(target.rpartition(".")[2], leaves)), ALL_LINEAR)
+            mended = dict.fromkeys(near if other == target else other for other in config.targets)
+            fix = ALL_LINEAR if near == ALL_LINEAR else ",".join(mended)
+            raise UserError(Problem(path="peft.targets", got=got, expected=expected, fix=f"peft.targets=[{fix}]"))
         chosen.update(found)
     return [name for name in names if name in chosen]
 

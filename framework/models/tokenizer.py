@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from framework.config.errors import Problem, UserError
 from framework.config.schema import ModelConfig
 from framework.models.gguf_format import read_contents
-from framework.models.locate import check_folder_or_file, resolve
+from framework.models.locate import check_folder_or_file, read_template, resolve
 from framework.progress import busy
 
 CONTROL, USER_DEFINED = 3, 4
@@ -35,7 +35,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerFast:
         raise UserError(problem)
     tokenizer = tokenizer_from(resolve(source, setting, weights=False), setting)
     if model.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(model.chat_template).expanduser())
+        tokenizer.chat_template = read_template(model.chat_template)
     return tokenizer
 
 
@@ -92,13 +92,6 @@ def turn_end_id(tokenizer: PreTrainedTokenizerFast) -> int | None:
     behind = tokenizer(text.rpartition(answer)[2], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids) | {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((index for index in behind if index in special), None)
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(Problem(path="model.chat_template", got=f"{file} ({error.strerror})", expected="a readable Jinja file")) from error
 
 
 def _from_gguf(file: Path) -> PreTrainedTokenizerFast:

@@ -116,6 +116,12 @@ def test_what_is_wrong_with_the_data_is_told_before_anything_starts(trained, cap
     assert "--limit: got 3" in refused(capsys, model, "--limit", "3")
 
 
+@pytest.mark.parametrize(("word", "fix"), [("--jsn", "--json FILE"), ("--tsks=arc_easy", "--tasks arc_easy"), ("--lmit=3", "--limit 3")])
+def test_an_unknown_option_names_the_one_that_was_meant(word, fix, capsys) -> None:
+    shown = refused(capsys, "MODEL", word, "x")
+    assert shown.startswith("1 problem:") and "an option that does not exist" in shown and f"write    {fix}" in shown
+
+
 # ---- the lm-evaluation-harness
 def test_tasks_without_their_package_say_how_to_install_it(trained, capsys, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from framework.cli import export
+from framework.cli.fit import preview
+from framework.config.errors import UserError
 from framework.config.schedule import lr_factor
 from framework.config.schema import (
     CheckpointConfig,
@@ -25,6 +28,7 @@ from framework.config.schema import (
 )
 from framework.data.batches import StepBatches
 from framework.data.prepare import prepare
+from framework.models.adapter import write_adapter
 from framework.models.llama import Llama
 from framework.models.lora import AdapterReader, add_adapter
 from framework.models.pretrained import load_weights, open_pretrained, write_pretrained
@@ -144,3 +148,30 @@ def test_p27_the_merged_export_is_a_whole_model_and_training_goes_on_from_the_ad
     ranks(2, fit, again, second, timeout=120)
     first_loss, last_loss = (read_metrics(Path(folder) / METRICS)[row].loss for folder, row in ((second, 0), (run_dir, -1)))
     assert first_loss < last_loss + 0.1, "it begins where the first run ended"
+
+
+@pytest.fixture(scope="module")
+def adapter(recipe, tmp_path_factory) -> str:
+    """A folder with an adapter for the recipe's model."""
+    folder, model = tmp_path_factory.mktemp("adapters") / "adapter", Llama(ARCHITECTURE)
+    add_adapter(model, LORA)
+    trained = [(name, parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    write_adapter(folder, ARCHITECTURE, LORA, recipe.model.path, trained)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("change", "path"), [({"rank": 8}, "peft.rank"), ({"targets": ["q_proj"]}, "peft.targets")])
+def test_an_adapter_that_is_not_what_the_recipe_says_is_refused_before_the_data_are_read(recipe, adapter, change, path) -> None:
+    data = dataclasses.replace(recipe.data, train="/nowhere/rows.jsonl")
+    with pytest.raises(UserError) as caught:
+        preview(dataclasses.replace(recipe, peft=dataclasses.replace(LORA, path=adapter, **change), data=data))
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def test_an_adapter_of_another_model_is_said_to_be_one(recipe, adapter, tmp_path) -> None:
+    own = dataclasses.replace(recipe, peft=dataclasses.replace(LORA, path=adapter))
+    assert "was trained on" not in preview(own)
+    shutil.copytree(recipe.model.path, tmp_path / "copy")
+    copied = dataclasses.replace(recipe.model, path=str(tmp_path / "copy"))
+    text = preview(dataclasses.replace(own, model=copied))
+    assert text.startswith(f"the adapter in {adapter} was trained on {recipe.model.path}, and goes on here on {tmp_path / 'copy'}\n")

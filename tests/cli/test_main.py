@@ -53,6 +53,30 @@ def test_check_prints_all_problems_and_ends_with_status_2(capsys):
     assert error.startswith("3 problems:") and all(path in error for path in ("zero", "data.train", "trainer.epochs"))
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.train=[]", "data.train: got an empty list"),
+        ("eval.prompts=[]", "eval.prompts: got an empty list"),
+        ("eval.prompts=Who are you?", "write    \"eval.prompts=['Who are you?']\""),
+        (f"eval.prompts={'What is 3.5 and more? ' * 20}", "write    \"eval.prompts=['What is 3.5 and more?"),
+        ("eval.prompts='Who\\'s there'", "write    \"eval.prompts=['Who\\'s there']\""),
+    ],
+)
+def test_a_value_that_is_empty_or_no_file_is_one_problem(word, said, capsys):
+    assert status("check", "+recipe=quickstart", word) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("1 problem:") and said in error
+
+
+@pytest.mark.parametrize("command", ["train", "check", "prepare"])
+def test_a_template_that_cannot_be_read_is_told_before_anything_is_loaded(command, capsys, tmp_path):
+    (tmp_path / "latin.jinja").write_bytes("é".encode("latin-1"))
+    assert status(command, "+recipe=quickstart", f"model.chat_template={tmp_path / 'latin.jinja'}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("1 problem:") and "latin.jinja (not UTF-8: byte 0)" in error and "Traceback" not in error
+
+
 def test_check_prints_the_plan_of_a_sound_recipe(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("Some words to train on, and some more. " * 500)
     settings = [f"data.train={tmp_path}/text.txt", "data.validation_fraction=0", "data.max_tokens=32", "trainer.devices=1"]

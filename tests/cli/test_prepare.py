@@ -59,6 +59,7 @@ def test_it_looks_at_every_byte_of_what_is_there(words, tmp_path, capsys, monkey
 @pytest.mark.parametrize(("more", "said"), [
     (["data.max_tokens=5"], "data.max_tokens="), (["data.train=nowhere.jsonl", "data.num_workers=0"], "2 problems:"),
     (["--show", "many"], "--show: got many"), (["--show"], "--show: got nothing"), (["-m", "zero=0,1"], "-m: got a sweep"),
+    (["model.chat_template=/nowhere.jinja"], "model.chat_template: got /nowhere.jinja (No such file"),
 ])  # fmt: skip
 def test_mistakes_end_with_status_2_and_without_traceback(words, capsys, more, said):
     assert prepare.main([*words, *more]) == 2

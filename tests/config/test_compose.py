@@ -9,7 +9,7 @@ import yaml
 
 from framework.cli.check import check_everything
 from framework.config.compose import compose
-from framework.config.errors import UserError
+from framework.config.errors import Problem, UserError
 from framework.config.paths import asset_dir
 from framework.config.schema import RecipeConfig
 from framework.config.typed import to_dict
@@ -263,6 +263,11 @@ def test_hydras_advice_to_add_a_plus_is_not_given():
         ("hydra.run.dir=out", "hydra.run.dir", "runs_dir=out"),
         ("precision=bfloat16", "precision", "precision=bf16"),
         ("logger=null", "logger", "logger=none"),
+        ("model.freeze[0]=norm", "model.freeze", '"model.freeze=[norm]"'),
+        ("+data.train[1]=b.jsonl", "data.train", '"data.train=[..., b.jsonl]"'),
+        ("data.train[0].weight=2", "data.train", '"data.train=[{..., weight: 2}]"'),
+        ("zero.stage[0]=2", "zero.stage", "zero.stage=2"),
+        ("data.trian[0]=b.jsonl", "data.trian", "data.train=b.jsonl"),
     ],
 )
 def test_words_that_are_no_settings(argument, path, fix):
@@ -324,3 +329,21 @@ def test_a_typo_in_a_users_option_names_its_file(folder):
 def test_an_unknown_option_does_not_hide_the_other_mistakes():
     found = problems("+recipe=quickstart", "--foo", "trainer.stps=5", "--lr", "3", "zero=9")
     assert found.keys() >= {"--foo", "--lr", "trainer.stps", "zero"} and "3" not in found
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "fix"),
+    [
+        ("data.train=[{path: a.jsonl, wieght: 2}]", "data.train[0].wieght", "weight: VALUE"),
+        ("optimizer.groups=[{patern: norm}]", "optimizer.groups[0].patern", "pattern: VALUE"),
+    ],
+)
+def test_what_is_wrong_in_an_element_of_a_list_is_mended_as_yaml_says_it(word, path, fix):
+    """The command line has no word for one element, so none is proposed."""
+    assert problems(word)[path].fix == fix
+
+
+def test_a_source_of_several_is_mended_by_its_path():
+    assert Problem(path="data.train[1]", got="x", expected="a file", fix="data.train[1]=/a.jsonl   (or data.train[1]=hub://x/y)").fix == (
+        "path: /a.jsonl   (or path: hub://x/y)"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from framework.config.errors import Problem, UserError
-from framework.models.locate import check_path, export_of_run, resolve
+from framework.models.locate import are_different, check_path, export_of_run, resolve
 
 
 def only(problems: list[Problem]) -> str:
@@ -91,3 +91,12 @@ def test_p42_looking_for_a_model_needs_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
+
+
+def test_models_differ_where_that_is_certain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("a", "b", "run/export"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert are_different("a", str(tmp_path / "b")) and are_different("org/one", "org/two")
+    assert not are_different("./a", str(tmp_path / "a")) and not are_different("run", "run/export")
+    assert not are_different("org/one", "a") and not are_different("/nowhere/a", "a") and not are_different("pkg://no_such_package/a", "a")

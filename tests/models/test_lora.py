@@ -194,6 +194,21 @@ def test_merged_weights_are_the_same_for_every_split_into_ranges(base: Path, tmp
     assert opened.read(name, 5, 5).numel() == 0
 
 
+@pytest.mark.parametrize(
+    ("targets", "fix"),
+    [
+        (["q_prj"], "[q_proj]"),
+        (["v_proj", "self_attn.k_prj", "k_proj"], "[v_proj,k_proj]"),
+        (["nothing"], "[all-linear]"),
+        (["q_proj", "lm_head"], "[all-linear]"),
+    ],
+)
+def test_a_misspelt_target_is_corrected(targets: list[str], fix: str):
+    with pytest.raises(UserError) as caught:
+        target_names(ARCHITECTURE, dataclasses.replace(LORA, targets=targets))
+    assert [problem.fix for problem in caught.value.problems] == [f"peft.targets={fix}"]
+
+
 def test_training_goes_on_from_a_written_adapter(base: Path, tmp_path: Path):
     config = dataclasses.replace(LORA, targets=["q_proj"])
     model = adapted(base, config)
@@ -206,8 +221,11 @@ def test_training_goes_on_from_a_written_adapter(base: Path, tmp_path: Path):
     with pytest.raises(UserError) as caught:
         open_adapter(dataclasses.replace(again, rank=4, alpha=1.0), ARCHITECTURE)
     assert [problem.fix for problem in caught.value.problems] == ["peft.rank=3", "peft.alpha=5.0"]
-    with pytest.raises(UserError, match=r"got no model\.layers\.0\.mlp\.down_proj\.lora_A"):
+    with pytest.raises(UserError) as caught:
         open_adapter(dataclasses.replace(again, targets=["all-linear"]), ARCHITECTURE)
+    assert [(problem.path, problem.fix) for problem in caught.value.problems] == [("peft.targets", '"peft.targets=[q_proj]"')]
+    with pytest.raises(UserError, match=r"adapter_model.safetensors: got model\.layers\.1\.self_attn\.q_proj\.lora_A"):
+        open_adapter(again, dataclasses.replace(ARCHITECTURE, num_hidden_layers=1))
 
 
 def test_what_an_adapter_must_not_be(base: Path, tmp_path: Path):

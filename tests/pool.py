@@ -34,6 +34,7 @@ GRACE_SECONDS = 3
 """After the first failure the others may still report: a peer's death ends their collectives with an error that says where they were."""
 OUTPUT_BYTES_SHOWN = 6000
 STACK_SIGNAL = signal.SIGUSR2
+SLOW_COLLECTION_SECONDS = 0.1
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
 """Never reached: the timeout of a call is shorter, and shows where each rank was."""
 SLOW_IMPORTS = ("lightning.pytorch", "transformers")
@@ -242,5 +243,8 @@ def _call(group: str | None, rank: int, world_size: int, call: bytes) -> bytes:
         dist.barrier()  # a rank that made one collective more or less than the others hangs here, in the test whose fault it is
     reply = pickle.dumps((result, touched))
     del function, args, result
+    began = time.perf_counter()
     gc.collect()
+    if time.perf_counter() - began > SLOW_COLLECTION_SECONDS:
+        gc.freeze()  # calls have imported much that stays, such as a compiler, and every later one would look at it again
     return reply

@@ -319,4 +319,5 @@ def _write_tensors(
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    write_whole(file, sealed(content))
+    """As soon as all descriptions are seen, rank 0 gives the folder another name; it syncs the folder before."""
+    write_whole(file, sealed(content), folder_too=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from framework.checkpoint import save as saving
-from framework.checkpoint.folder import checkpoints, step_folder
+from framework.checkpoint.folder import checkpoints, step_folder, unsealed
 from framework.checkpoint.load import Checkpoint
 from framework.checkpoint.save import Save, SaveError, Staging, save
 from framework.config.errors import UserError
@@ -164,3 +165,17 @@ def test_after_an_exception_what_all_ranks_have_written_gets_its_name_without_a_
     seconds = ranks(2, end_without_the_others, tmp_path, dead)
     assert [path.name for path in checkpoints(tmp_path)] == (["step_1"] if dead is None else [])
     assert max(seconds) < 15, "nobody waits for a rank that is gone"
+
+
+def test_a_folder_may_get_its_name_while_a_rank_is_still_writing_its_last_words(tmp_path, monkeypatch):
+    """Rank 0 names it when it sees the description of the last rank: at the earliest when that has its name in the folder."""
+    folder, named, replace = tmp_path / ".step_1.partial", tmp_path / "step_1", os.replace
+    folder.mkdir()
+
+    def and_named(source, target):
+        replace(source, target)
+        folder.rename(named)
+
+    monkeypatch.setattr(os, "replace", and_named)
+    saving._write_json(folder / "rank_1.json", {"save": "x"})
+    assert unsealed((named / "rank_1.json").read_text())["save"] == "x"

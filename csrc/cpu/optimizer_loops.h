@@ -15,6 +15,7 @@ namespace FW_ISA {
 
 /* ---- where the master lies */
 struct WholeMaster {
+    FW_INLINE void prefetch(const Shard& shard, int64_t i) { __builtin_prefetch(shard.master + i, 1); }
     FW_INLINE Floats load(const Shard& shard, int64_t i) { return read<Floats>(shard.master + i); }
     FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { write(shard.master + i, p); }
 };
@@ -25,6 +26,10 @@ FW_INLINE Floats join(Halves copy, Halves remainder) {
 }
 
 struct SplitMaster {
+    FW_INLINE void prefetch(const Shard& shard, int64_t i) {
+        __builtin_prefetch((uint16_t*)shard.copy + i, 1);
+        __builtin_prefetch(shard.remainder + i, 1);
+    }
     FW_INLINE Floats load(const Shard& shard, int64_t i) {
         return join(read<Halves>((const uint16_t*)shard.copy + i), read<Halves>(shard.remainder + i));
     }
@@ -123,6 +128,21 @@ struct MomentumRule {
 };
 
 /* ---- the loop */
+/* A shard has more streams than the processor prefetches by itself, and it stops at the end of every page: every round asks for what it
+ * will need so many elements later. A prefetch past the end of a tensor is ignored. */
+constexpr int64_t kAhead = 512;
+constexpr int64_t kLineElements = 16; /* fp32 values of a cache line */
+
+template <class Master, class Rule>
+FW_INLINE void prefetch_round(const Shard& shard, int64_t i, int64_t count) {
+    const int64_t grad_bytes = shard.grad_dtype == FW_F32 ? 4 : 2;
+    for (int64_t at = i + kAhead; at < i + kAhead + count; at += kLineElements) {
+        Master::prefetch(shard, at);
+        for (int k = 0; k < Rule::kStates; ++k) __builtin_prefetch(shard.state[k] + at, 1);
+        __builtin_prefetch((const char*)shard.grad + at * grad_bytes, 0);
+    }
+}
+
 template <class GradIn, class Master, class CopyOut, class Rule>
 FW_INLINE void update_vector(const Shard& shard, const Rule& rule, Floats grad_factor, int64_t i) {
     Floats state[2];
@@ -171,6 +191,7 @@ static void update(const Shard& shared_shard, const Rule& shared_rule, float fac
     if constexpr (Rule::kVectors > 1) {
         constexpr int64_t kStep = Rule::kVectors * kLanes;
         for (; i + kStep <= stop; i += kStep) {
+            prefetch_round<Master, Rule>(shard, i, kStep);
 #pragma GCC unroll 8
             for (int k = 0; k < Rule::kVectors; ++k) update_vector<GradIn, Master, CopyOut>(shard, rule, grad_factor, i + k * kLanes);
         }

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.kernels.cross_entropy import cross_entropy_
+from framework.kernels.layer_op import layer_op
 
 CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**28}
 """Logits held at once: 682 tokens of a vocabulary of 49152; on a GPU 2093 tokens of one of 128256, so that matmuls are large enough."""
@@ -34,11 +35,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, chun
     """
     device_type = hidden.device.type
     chunk_logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"]) if chunk_logits is None else chunk_logits
+    with_grads = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_logits, torch.is_grad_enabled())
+        return _linear_cross_entropy(hidden, weight, labels, chunk_logits, *with_grads)[0]
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):
-        return _ChunkedCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), labels, chunk_logits, torch.is_grad_enabled())
+        return _linear_cross_entropy(hidden.to(dtype), weight.to(dtype), labels, chunk_logits, *with_grads)[0]
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -51,36 +53,57 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_logits: int, with_grad: bool) -> Tensor:
-        dtype = _loss_dtype(hidden.dtype)
-        hidden_grad = torch.empty_like(hidden) if with_grad and hidden.requires_grad else None
-        weight_grad = torch.zeros_like(weight, dtype=dtype) if with_grad and weight.requires_grad else None
-        loss = torch.zeros((), dtype=dtype, device=hidden.device)
-        chunk_tokens = max(1, chunk_logits // weight.shape[0])
-        labels = labels.contiguous()
-        for start in range(0, hidden.shape[0], chunk_tokens):
-            rows, targets = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
-            logits = F.linear(rows, weight)  # [chunk, vocabulary]
-            loss += cross_entropy_(logits, targets, with_grad=hidden_grad is not None or weight_grad is not None).sum()
-            if hidden_grad is not None:
-                torch.mm(logits, weight, out=hidden_grad[start : start + chunk_tokens])  # the logits have become their gradient
-            if weight_grad is not None and weight_grad.dtype == logits.dtype:
-                weight_grad.addmm_(logits.T, rows)
-            elif weight_grad is not None:
-                weight_grad += logits.T @ rows
-            del logits  # before the next chunk is made
-        ctx.grads = (hidden_grad, weight_grad)
-        ctx.dtypes = (hidden.dtype, weight.dtype)
-        return loss
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_logits: int, with_hidden_grad: bool, with_weight_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss; and where they are wanted, else empty: the gradient of `hidden`, and that of `weight` in the loss's dtype."""
+    loss, hidden_grad, weight_grad = _outputs(hidden, weight, with_hidden_grad, with_weight_grad)
+    for made in (loss, weight_grad):
+        made.zero_()
+    chunk_tokens = max(1, chunk_logits // weight.shape[0])
+    labels = labels.contiguous()
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows, targets = hidden[start : start + chunk_tokens], labels[start : start + chunk_tokens]
+        logits = F.linear(rows, weight)  # [chunk, vocabulary]
+        loss += cross_entropy_(logits, targets, with_grad=with_hidden_grad or with_weight_grad).sum()
+        if with_hidden_grad:
+            torch.mm(logits, weight, out=hidden_grad[start : start + chunk_tokens])  # the logits have become their gradient
+        if with_weight_grad and weight_grad.dtype == logits.dtype:
+            weight_grad.addmm_(logits.T, rows)
+        elif with_weight_grad:
+            weight_grad += logits.T @ rows
+        del logits  # before the next chunk is made
+    return loss, hidden_grad, weight_grad
 
-    @staticmethod
-    def backward(ctx, loss_grad: Tensor):
-        if ctx.grads is None:
-            raise RuntimeError("the loss was already backpropagated once; its gradients are scaled in place and cannot serve again")
-        hidden_grad, weight_grad = (
-            None if grad is None else grad.mul_(loss_grad).to(dtype) for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
-        )
-        ctx.grads = None
-        return hidden_grad, weight_grad, None, None, None
+
+def _outputs(hidden: Tensor, weight: Tensor, with_hidden_grad: bool, with_weight_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _loss_dtype(hidden.dtype)
+    hidden_grad = hidden.new_empty(hidden.shape if with_hidden_grad else 0)
+    return hidden.new_empty((), dtype=dtype), hidden_grad, weight.new_empty(weight.shape if with_weight_grad else 0, dtype=dtype)
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, _, _, *ctx.wanted = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes, ctx.done = (hidden.dtype, weight.dtype), False
+
+
+def _backward(ctx, loss_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    if ctx.done:
+        raise RuntimeError("the loss was already backpropagated once; its gradients are scaled in place and cannot serve again")
+    ctx.done = True
+    scaled = Tensor.mul_ if type(loss_grad) is Tensor else Tensor.mul  # a graph that is being traced must not change what it has saved
+    grads = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
+    return *(scaled(grad, loss_grad).to(dtype) if wanted else None for grad, dtype, wanted in grads), *[None] * 4
+
+
+_linear_cross_entropy = layer_op(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor labels, int chunk_logits, bool with_hidden_grad, bool with_weight_grad) "
+    "-> (Tensor, Tensor, Tensor)",
+    _loss_and_gradients,
+    lambda hidden, weight, labels, chunk_logits, *with_grads: _outputs(hidden, weight, *with_grads),
+    setup_context=_setup_context,
+    backward=_backward,
+)

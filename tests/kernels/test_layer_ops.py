@@ -9,6 +9,7 @@ import framework.kernels.library as kernels
 from framework.kernels.cross_entropy import cross_entropy
 from framework.kernels.embedding import embedding
 from framework.kernels.library import KernelError
+from framework.kernels.linear_cross_entropy import linear_cross_entropy
 from framework.kernels.quantized_linear import quantize_weight
 from framework.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from framework.kernels.rope import rope
@@ -42,6 +43,7 @@ def arguments() -> dict[str, tuple]:
         "rope": (leaf(2, 3, 2, 8), randn(3, 4), randn(3, 4, seed=1), False),
         "cross_entropy": (x, labels),
         "cross_entropy_backward": (torch.ones(3), plain[0], labels),
+        "linear_cross_entropy": (leaf(3, 8), leaf(40, 8), labels, 80, True, True),
         "embedding": (ids, leaf(5, 8), 1),
         "embedding_backward": (randn(2, 70, 8), ids, 5, 1),
         "quantized_matmul": (x, *quantize_weight(plain[0], "nf4", 64), 3, 40, "nf4", 64, True),
@@ -76,7 +78,7 @@ def network(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, table: t
     y = swiglu(y, rms_norm(total, weight, 1e-5)) + embedding(labels % 3, table)
     heads = rope(y.view(1, 6, 2, 16), x.new_ones(6, 8), x.new_zeros(6, 8)).transpose(1, 2)
     y = sparse_attention(heads, heads, heads, pattern).transpose(1, 2).reshape(6, 32)
-    return cross_entropy(top_k(y, 20), labels).sum()
+    return cross_entropy(top_k(y, 20), labels).sum() + linear_cross_entropy(y, total, labels, chunk_logits=12)
 
 
 @pytest.mark.parametrize("mode", ["compiled", "reference"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """After which a collective of `group` gives up, for a group beside it; None: the default."""
+    options = group._get_backend(device).options
+    return getattr(options, "_timeout", None)
 
 
 def backward_id() -> int:

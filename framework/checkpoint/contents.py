@@ -18,7 +18,7 @@ from torch import Tensor
 
 from framework.zero import ZeroEngine
 from framework.zero.buffer import FlatBuffer
-from framework.zero.layout import ALIGN, Piece
+from framework.zero.layout import Piece
 
 MASTER = "master"
 States = list[list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]]
@@ -99,11 +99,8 @@ def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[
 
 
 def _extent(buffer: FlatBuffer) -> tuple[int, int]:
-    """What this rank writes of the flat space: its shard, or its share of a shard that several ranks have."""
-    replicas = buffer.replicate_comm
-    share = -(-buffer.shard_numel // (replicas.size * ALIGN)) * ALIGN
-    start = buffer.start + replicas.rank * share
-    stop = min(start + share, buffer.start + buffer.shard_numel, buffer.layout.total)
+    """What this rank writes of the flat space: what it alone owns."""
+    start, stop = buffer.start + buffer.owned.start, min(buffer.start + buffer.owned.stop, buffer.layout.total)
     return min(start, stop), stop
 
 

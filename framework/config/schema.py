@@ -222,15 +222,40 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ZeroModuleConfig:
+    """One of `zero.modules`."""
+
+    pattern: str = ""
+    """Last words of names of modules or parameters (`embed_tokens`, `layers.0`, `lora_A`), or a regular expression for whole names."""
+    stage: Literal[0, 1, 2, 3] | None = None
+    """None: `zero.stage`."""
+    reshard_after_forward: bool | None = None
+    """None: `zero.reshard_after_forward`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """Group `zero`: how model state is sharded over data-parallel ranks."""
 
     stage: Literal[0, 1, 2, 3] = 0
     """0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    shard_size: int | None = None
+    """Ranks of a shard group, consecutive ones, usually those of a machine: model state is sharded inside a group and the same in each
+    (HSDP, MiCS), so that gathering parameters stays inside. Divides the number of ranks. None: all ranks are one group."""
+    shard_optimizer: Literal["group", "world"] = "group"
+    """shard_size: master weights and optimizer state are sharded over the ranks of a group, or over all ranks; parameters and gradients
+    over a group in either case. world: less memory, and a gather between groups once a step."""
+    secondary_shard_size: int | None = None
+    """Stage 3 over all ranks, but after its forward a block is kept in shards over groups of so many consecutive ranks, from which
+    its backward gathers it (hpZ of ZeRO++, DeepSpeed's `zero_hpz_partition_size`). Takes the place of `shard_size`."""
     reshard_after_forward: bool = True
     """Stage 3: free a block's gathered parameters between its forward and its backward (False: more memory, one gather less)."""
     prefetch_bytes: int = 33554432
     """Stage 3: blocks gathered ahead may take so many bytes per rank, and one block always may; 0 turns prefetching off."""
+    keep_gathered_bytes: int = 0
+    """Stage 3: as many units (a block; the rest of the model) as fit into so many bytes per rank stay gathered all the time."""
+    modules: list[ZeroModuleConfig] = field(default_factory=list)
+    """Parameters with a policy of their own: {pattern, stage, reshard_after_forward}. The first pattern that means a parameter holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

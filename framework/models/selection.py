@@ -20,11 +20,12 @@ from typing import Any
 from torch import nn
 
 from framework.config.errors import Problem, UserError
+from framework.config.names import is_meant, modules_and_name
 from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Llama
-from framework.models.lora import adapter_shapes, add_adapter, name_is_meant
+from framework.models.lora import adapter_shapes, add_adapter
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -149,18 +150,18 @@ def block_of(name: str) -> int | None:
 
 def _meant(pattern: str, names: Iterable[str], architecture: LlamaConfig) -> set[str]:
     """Parameters that `pattern` means, by their own name or that of a module that they are in."""
-    return {name for name in names if any(name_is_meant(pattern, inside) for inside in _modules_and_name(name, architecture))}
+    return {name for name in names if any(is_meant(pattern, one) for one in _both_names(name, architecture))}
 
 
-def _modules_and_name(name: str, architecture: LlamaConfig) -> list[str]:
-    """`a.b.c` -> `a`, `a.b`, `a.b.c`, and the same of a tied matrix' second name."""
-    names = [name, HEAD] if name == EMBEDDING and architecture.tie_word_embeddings else [name]
-    return [".".join(words[: count + 1]) for words in (one.split(".") for one in names) for count in range(len(words))]
+def _both_names(name: str, architecture: LlamaConfig) -> list[str]:
+    """`name`, and a tied matrix' second one."""
+    return [name, HEAD] if name == EMBEDDING and architecture.tie_word_embeddings else [name]
 
 
 def _names(pattern: str, names: Shapes, architecture: LlamaConfig) -> tuple[str, str]:
     """What patterns there could be, in words, and the one that `pattern` may have meant."""
-    parts = [inside.rpartition(".")[2] for name in names for inside in _modules_and_name(name, architecture)]
+    whole = [one for name in names for one in _both_names(name, architecture)]
+    parts = [inside.rpartition(".")[2] for one in whole for inside in modules_and_name(one)]
     words = [word for word in dict.fromkeys(parts) if not word.isdigit()]
     expected = f"last words of names ({', '.join(words)}) or a regular expression for whole ones like {next(iter(names))}"
     return expected, next(iter(closest(pattern.rpartition(".")[2], words)), "")

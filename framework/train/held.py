@@ -71,9 +71,7 @@ class HeldModule:
             for name in STEPS:
                 delattr(self.module, name)
         for buffer in engine.buffers:
-            shard = buffer.master if buffer.layout.requires_grad else buffer.shard
-            whole = torch.empty(buffer.padded, dtype=shard.dtype, device=buffer.full.device)
-            buffer.shard_comm.all_gather(whole, shard.to(whole.device), buffer.gather_tag).wait()
+            whole = buffer.gather_whole(buffer.master if buffer.layout.requires_grad else buffer.shard)
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
                 parameter.data = whole[slot.offset : slot.stop].view(slot.shape).to("cpu", self._dtypes[slot.name], copy=True)
         self.module.cpu()

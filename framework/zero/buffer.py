@@ -6,11 +6,13 @@ shape and reads as NaN (integers: as all bits set, the bytes of a NaN): it can b
 loss, which the step refuses, instead of giving wrong numbers. All writes go through `alias`, which has a version counter of its own:
 autograd does not take a gather for an in-place change of the parameters.
 
-    full    compute dtype  [S * N]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
-    shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
-    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory
-    grad_full              [S * N]  gradients as backward produces them, master dtype
-    grad    master dtype   [S]      this rank's sum over micro-batches and ranks
+    full    compute dtype  [P]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
+    chunk   compute dtype  [C]  what this rank's group has of them on this rank (`grid.py`), where the policy keeps that beside `full`
+    shard   compute dtype  [S]  this rank's part: a slice of `full` or `chunk` where that is permanent, else a tensor of its own
+    master  fp32 (fp64)    [S]  `shard` itself where the compute dtype is the master dtype and both lie in the same memory
+    grad_full              [P]  gradients as backward produces them, master dtype
+    grad_chunk             [C]  sums over micro-batches and the ranks of the group, where the policy keeps them so
+    grad    master dtype   [S]  this rank's sum over micro-batches and all ranks: a slice of the two above where they are permanent
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from framework.zero.comm import Comm, Handle
+from framework.zero.comm import Handle
+from framework.zero.grid import Grid, extents_of
+from framework.zero.groups import Groups
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
 from framework.zero.offload import HostMemory, wait
-from framework.zero.policy import FULL, SHARDED, Policy
+from framework.zero.policy import FULL, GROUP, WORLD, Policy
 
 
 class GradPool:
@@ -94,8 +98,8 @@ class FlatBuffer:
         self,
         layout: Layout,
         policy: Policy,
-        shard_comm: Comm,
-        replicate_comm: Comm,
+        grid: Grid,
+        groups: Groups,
         *,
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
@@ -107,13 +111,15 @@ class FlatBuffer:
         master_on_host: bool,
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
-        self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
         compute_dtype, master_dtype = layout.integer or compute_dtype, layout.integer or master_dtype
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
-        self.shard_numel = layout.shard_numel(shard_comm.size)
-        self.padded = layout.padded(shard_comm.size)
+        self._extents = extents = extents_of(layout, policy, grid)
+        self.shard_numel, self.padded, self.start = extents.shard_numel, extents.padded, extents.shard.start
         self.extents = (self.padded, tuple((slot.offset, slot.numel) for slot in layout.slots))
-        self.start = shard_comm.rank * self.shard_numel
+        self._in_parts = extents.shard != extents.chunk
+        """Whether a group's chunk is cut into parts, one for each group."""
+        self._gather_route = groups.route("gather", grid, across=self._in_parts)
+        self._reduce_route = groups.route("reduce", grid, across=layout.requires_grad)
         self.permanent = policy.params_at_rest is FULL
         self.parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []
@@ -132,15 +138,22 @@ class FlatBuffer:
         """Whether the storage of `full` is there."""
         self.stale = False
         """Whether other ranks' parts of `full` are older than their masters."""
+        self._chunk: torch.Tensor | None = None
+        """This group's chunk beside `full`: permanent, or from the end of forward until that of backward."""
+        self._chunk_is_current = False
+        self._keeps_chunk = self._in_parts and policy.params_at_rest is GROUP
         if self.permanent:
-            self.shard = self.alias[self.start : self.start + self.shard_numel]
+            self.shard = self.alias[extents.shard]
             meter.add("params", self._full_bytes)
         else:
+            held_numel = extents.numel(policy.params_at_rest)
             if self.shard_on_host:
-                self.shard = host.zeros("params", self.shard_numel, compute_dtype)
+                held = host.zeros("params", held_numel, compute_dtype)
             else:
-                self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
-                meter.add("params", self.shard.nbytes)
+                held = torch.zeros(held_numel, dtype=compute_dtype, device=device)
+                meter.add("params", held.nbytes)
+            self._chunk = held if self._keeps_chunk else None
+            self.shard = held[self._part] if self._keeps_chunk else held
             meter.add("gathered", self._full_bytes)
         self.master = self.shard
         if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
@@ -153,24 +166,29 @@ class FlatBuffer:
 
         self.grad: torch.Tensor | None = None
         self.grad_full: torch.Tensor | None = None
+        self._grad_chunk: torch.Tensor | None = None
         self.written: set[int] = set()
         """Slots that hold a gradient in `grad_full`."""
         self.used: set[int] = set()
         """Slots that got a gradient on this rank in the current step."""
+        self._summed = False
+        """Whether `grad_chunk` or `grad` holds sums of this step, to which those of the next micro-batch are added."""
         self._reduced = False
-        """Whether `grad` holds sums of this step already."""
+        """Whether `grad` holds sums of this step that were made in place, over all ranks."""
         self._carry: torch.Tensor | None = None
         self._reducing: Handle | None = None
         self._received_bytes = 0
         if layout.requires_grad:
             if policy.grads is FULL:
                 self.grad_full = torch.zeros(self.padded, dtype=master_dtype, device=device)
-                self.grad = self.grad_full[self.start : self.start + self.shard_numel]
+                self.grad = self.grad_full[extents.shard]
                 meter.add("grads", self.grad_full.nbytes)
             else:
-                self.grad = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-                meter.add("grads", self.grad.nbytes)
+                held = torch.zeros(extents.numel(policy.grads), dtype=master_dtype, device=device)
+                meter.add("grads", held.nbytes)
                 pool.expect(self)
+                self._grad_chunk = held if policy.grads is GROUP else None
+                self.grad = held[self._part] if policy.grads is GROUP else held
 
     # -- parameters -----------------------------------------------------------------------------------------------------------
 
@@ -195,6 +213,17 @@ class FlatBuffer:
     def pieces(self) -> list[Piece]:
         """The parts of parameters that this rank owns, located in `shard`, `master` and `grad`."""
         return self.layout.pieces(self.start, self.start + self.shard_numel)
+
+    @property
+    def owned(self) -> slice:
+        """The part of `shard`, `master` and `grad` of which this rank is the only owner in the world."""
+        return self._extents.owned
+
+    @property
+    def _part(self) -> slice:
+        """The shard, counted from the beginning of the chunk."""
+        begin = self.start - self._extents.chunk.start
+        return slice(begin, begin + self.shard_numel)
 
     @property
     def is_written_with_master(self) -> bool:
@@ -236,26 +265,51 @@ class FlatBuffer:
         self.finish_update()
         self.stale = False
         self._point_at(self._views)
-        shard = self.shard
+        in_chunks = self._chunk is not None and self._chunk_is_current
+        held = self._chunk if in_chunks else self.shard
         if self.shard_on_host:
-            shard = self.alias[self.start : self.start + self.shard_numel]
-            shard.copy_(self.shard, non_blocking=True)
-        self._gathering = self.shard_comm.all_gather(self.alias, shard, self.gather_tag)
+            at = self._extents.chunk if in_chunks else self._extents.shard
+            held = self.alias[at].copy_(held, non_blocking=True)
+        way = self._gather_route.inside if in_chunks else self._gather_route
+        self._gathering = way.all_gather(self.alias, held, self.gather_tag)
 
     def wait(self) -> None:
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        if self._gathering is None:
+            return
+        self._gathering.wait()
+        self._gathering = None
+        if self._keeps_chunk and not self._chunk_is_current:
+            self._chunk.copy_(self.alias[self._extents.chunk], non_blocking=self.shard_on_host)
+            self._chunk_is_current = True
 
-    def release(self) -> None:
-        """Free the gathered parameters where the policy keeps them sharded."""
+    def gather_whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole [P] of which every rank has a `shard` [S], a new tensor on the device."""
+        whole = torch.empty(self.padded, dtype=shard.dtype, device=self.full.device)
+        self._gather_route.all_gather(whole, shard.to(whole.device), self.gather_tag).wait()
+        return whole
+
+    def release(self, *, before_backward: bool = False) -> None:
+        """Free the gathered parameters, as far as the policy says so for this moment: between uses, or before the block's backward."""
+        if before_backward and self.policy.params_kept is FULL:
+            return
+        if not before_backward:
+            self._drop_chunk()
         if self.permanent or not self.present:
             return
         self.wait()
+        if before_backward and self._chunk is None and self._in_parts and self.policy.params_kept is GROUP:
+            self._chunk, self._chunk_is_current = self.alias[self._extents.chunk].clone(), True
+            self.meter.add("secondary", self._chunk.nbytes)
         self._point_at(self._unreadable)
         self._storage.resize_(0)
         self.meter.add("gathered", -self._full_bytes)
         self.present = False
+
+    def _drop_chunk(self) -> None:
+        """Free a chunk that is not kept between uses."""
+        if self._chunk is not None and not self._keeps_chunk:
+            self.meter.add("secondary", -self._chunk.nbytes)
+            self._chunk = None
 
     def finish_update(self) -> None:
         """Wait for the update that is under way on the host."""
@@ -272,7 +326,9 @@ class FlatBuffer:
 
     def _outdate(self) -> None:
         """Of `full`, only this rank's part is known to be current, and that only where `shard` is a slice of it."""
-        self.stale = self.present and (self.shard_comm.size > 1 or not self.permanent or self.updating is not None)
+        self._drop_chunk()
+        self._chunk_is_current = False
+        self.stale = self.present and (self.padded > self.shard_numel or not self.permanent or self.updating is not None)
         if self.stale:
             self._point_at(self._unreadable)
 
@@ -301,13 +357,17 @@ class FlatBuffer:
         """For gradients in `grad_full`. Sums of this step that were made in place are set aside: they must not be added up twice."""
         if self.grad_full is None:
             self.grad_full = self.pool.acquire(self)
-        if self._reduced and self.policy.grads is FULL and self._carry is None:
+        if self._reduced and self._carry is None:
             self._carry = self.grad.clone()
             self.meter.add("reducing", self._carry.nbytes)
+            self._summed = False
 
-    def reduce(self) -> None:
-        """Begin to sum this step's gradients over the ranks. A parameter without a gradient counts as zero, so that every rank
-        takes part whatever its control flow was."""
+    def reduce(self, *, last: bool) -> None:
+        """Begin to sum the gradients over the ranks, as far as the policy says so for this micro-batch: the `last` one of a step, or
+        another. A parameter without a gradient counts as zero, so that every rank takes part whatever its control flow was."""
+        placement = self.policy.grads
+        if placement is FULL and not last:
+            return
         self.finish_update()  # of a buffer that this step did not use: the update reads the gradients
         self._make_room()
         for index, slot in enumerate(self.layout.slots):
@@ -315,51 +375,79 @@ class FlatBuffer:
                 self.grad_full[slot.offset : slot.stop].zero_()
         self.written.clear()
         self.pool.started(self)
-        in_place = self.policy.grads is FULL
-        received = self.shard_comm.received_bytes(self.grad.nbytes)
+        inside, add = self._reduce_route.inside, self._summed and placement is not FULL
+        if placement is WORLD and self._in_parts:
+            chunk = self.grad_full[self._extents.chunk]
+            self._started(chunk, inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=False), add=add)
+        else:
+            chunk = self.grad_full[self._extents.chunk] if placement is FULL else self.grad if placement is WORLD else self._grad_chunk
+            handle = inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=add)
+            self._started(chunk, handle, between_groups=last)
+        self._summed = True
+
+    def reduce_leftovers(self) -> None:
+        """Begin what the last micro-batch of the step would have done, where none was said to be it."""
+        if self.policy.grads is FULL:
+            self.reduce(last=True)
+        elif self._sums_in_place:
+            self.pool.started(self)
+            self._started(self._grad_chunk, Handle([]))
+
+    @property
+    def _sums_in_place(self) -> bool:
+        """Whether the sum over all ranks overwrites what was summed up until then, so that it can be made once a step only."""
+        return self.policy.grads is FULL or (self.policy.grads is GROUP and self._reduce_route.across.size > 1)
+
+    def _started(self, chunk: torch.Tensor, handle: Handle, *, between_groups: bool = True, add: bool = False) -> None:
+        """The sum over the group is under way, to `chunk` [C]; that over the groups follows."""
+        across = self._reduce_route.across
+        received = self._reduce_route.inside.received_bytes(chunk.nbytes)
+        if between_groups and across.size > 1:
+            if self._in_parts:
+                received = max(received, across.received_bytes(self.grad.nbytes))
+                handle = handle.then(
+                    lambda: across.reduce_scatter(chunk, self.grad, self.gather_tag + 1, add=add), self._reduce_route.stream
+                )
+            else:
+                handle = handle.then(lambda: across.all_reduce(chunk), self._reduce_route.stream)
+        self._reducing, self._received_bytes = handle, received
         self.meter.add("reducing", received)
-        self._received_bytes = received
-        self._reducing = self.shard_comm.reduce_scatter(self.grad_full, self.grad, self.gather_tag + 1, add=self._reduced and not in_place)
-        if self.replicate_comm.size > 1:
-            self._reducing.wait()
-            self._reducing = self.replicate_comm.all_reduce(self.grad)
-        self._reduced = True
+        self._reduced = between_groups and self._sums_in_place
 
     def finish_reduce(self) -> None:
         self._reducing.wait()
         self._reducing = None
         self.meter.add("reducing", -self._received_bytes)
         self._received_bytes = 0
-        if self._carry is not None:
+        if self._carry is not None and self._reduced:
             self.grad.add_(self._carry)
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None
-        if self.policy.grads is SHARDED:
+        if self.policy.grads is not FULL and self.grad_full is not None:
             self.pool.release(self)
             self.grad_full = None
 
     def end_step(self) -> None:
         """The gradients are used up."""
-        self._reduced = False
+        self._summed = self._reduced = False
         self.used.clear()
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
-        comm = self.shard_comm if self.shard_comm.size > 1 else self.replicate_comm
-        for handle in (self._gathering, self._reducing):
+        for handle, route in ((self._gathering, self._gather_route), (self._reducing, self._reduce_route)):
             if handle is not None:
-                comm.abandon(handle)
+                route.inside.abandon(handle)
         self._gathering = self._reducing = None
         self.meter.add("reducing", -self._received_bytes)
         self._received_bytes = 0
         if self._carry is not None:
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None
-        if self.policy.grads is SHARDED:
+        if self.policy.grads is not FULL:
             self.grad_full = None
         self.written.clear()
         self.used.clear()
-        self._reduced = False
+        self._summed = self._reduced = False
         for parameter in self.parameters:
             parameter.grad = None
         self._outdate()

@@ -48,21 +48,70 @@ class Handle:
             work.wait(timedelta(seconds=ABANDON_SECONDS))
         self._keep = ()
 
+    def then(self, begin: Callable[[], Handle], stream: torch.cuda.Stream | None) -> Handle:
+        """This, and what `begin` begins with its result. With a `stream` both are queued at once: it waits for the first in place of the
+        current one. Without (on the CPU), the second begins when somebody waits for it."""
+        if stream is None:
+            return _InTurn(self, begin)
+        keep = self._keep  # the allocator must not give it away before the current stream has waited, too
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self.wait()
+            second = begin()
+        second._keep += keep
+        return second
+
+
+class _InTurn(Handle):
+    """Two communications, of which the second needs the result of the first."""
+
+    def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
+        super().__init__([], finish=lambda: begin().wait())
+        self._first = first
+
+    def wait(self) -> None:
+        self._first.wait()
+        super().wait()
+
+    def abandon(self) -> None:
+        self._first.abandon()
+
+
+class Traffic:
+    """What the communicators of one engine have in common."""
+
+    def __init__(self) -> None:
+        self.comms: list[Comm] = []
+        self.lost = False
+        """Whether the ranks no longer agree on what was sent."""
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(comm.bytes_sent for comm in self.comms)
+
+    @property
+    def order(self) -> int:
+        """Fingerprint of what was sent over each communicator in which order. Two communicators need not agree with each other."""
+        fingerprint = 0
+        for comm in self.comms:
+            fingerprint = (fingerprint * 31 + comm.order) % 65521
+        return fingerprint
+
 
 class Comm:
     """One process group; `group=None` stands for this rank alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic | None = None) -> None:
         self.group = group
+        self.traffic = traffic or Traffic()
+        self.traffic.comms.append(self)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.bytes_sent = 0
         self.order = 0
         """Fingerprint of the gathers and reductions until now, where nothing but their order says which belong together
         (below 2**16: its square is exact in fp64, see `norm`)."""
-        self._lost = False
-        """Whether the ranks no longer agree on what was sent."""
-        self._messages = group is not None and dist.get_backend(group) == "gloo"
+        self.messages = group is not None and dist.get_backend(group) == "gloo"
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Handle:
         """Fill `out` [size * S] with every rank's `shard` [S]; `shard` may be this rank's part of `out`.
@@ -75,7 +124,7 @@ class Comm:
                 out.copy_(shard)
             return Handle([])
         self._begin((self.size - 1) * numel * shard.element_size(), tag)
-        if not self._messages:
+        if not self.messages:
             return Handle([torch_private.all_gather_single(out, shard, group=self.group, async_op=True)], keep=(out, shard))
         mine = out[self.rank * numel : (self.rank + 1) * numel]
         if mine.data_ptr() != shard.data_ptr():
@@ -98,7 +147,7 @@ class Comm:
             _put(out, mine, add)
             return Handle([])
         self._begin((self.size - 1) * numel * full.element_size(), tag)
-        if not self._messages:
+        if not self.messages:
             target = torch.empty_like(out) if add else out
             work = torch_private.reduce_scatter_single(target, full, group=self.group, async_op=True)
             return Handle([work], finish=(lambda: _put(out, target, True)) if add else None, keep=(full, target))
@@ -139,20 +188,20 @@ class Comm:
     def abandon(self, handle: Handle) -> None:
         """Let `handle` end although its result is not wanted. See [Note: after an exception]."""
         try:
-            if not self._lost:
+            if not self.traffic.lost:
                 handle.abandon()
         except RuntimeError:
-            self._lost = True
+            self.traffic.lost = True
 
     def received_bytes(self, shard_bytes: int) -> int:
         """Memory that a reduce-scatter needs besides its input, in bytes, for the messages' way of doing it."""
-        return (self.size - 1) * shard_bytes if self._messages else 0
+        return (self.size - 1) * shard_bytes if self.messages else 0
 
     def _begin(self, nbytes: int, tag: int = 0) -> None:
-        if self._lost:
+        if self.traffic.lost:
             raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
         self.bytes_sent += nbytes
-        if not self._messages:
+        if not self.messages:
             self.order = (self.order * 31 + tag + 1) % 65521
 
     def _peers(self) -> list[int]:

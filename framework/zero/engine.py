@@ -28,14 +28,15 @@ from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
-from framework.zero.comm import Comm
+from framework.zero.grid import grid_of, keep_gathered
+from framework.zero.groups import Groups
 from framework.zero.layout import INTEGERS, Slot, UnitLayout, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, SHARDED, offloaded, policy_of
+from framework.zero.policy import FULL, group_size, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -88,11 +89,11 @@ class ZeroEngine:
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        self.world = Comm(group)
         self.device = torch.device(device) if device is not None else _default_device(group)
-        alone = Comm(None)
+        self._groups = Groups(group, self.device)
+        self.world = self._groups.world
+        self._group_size = group_size(self.zero, self.world.size)
         self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
-        self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
 
         self.memory, self.host_memory = MemoryMeter(), MemoryMeter()
         """Bytes of model state on the device, and what is offloaded."""
@@ -127,7 +128,9 @@ class ZeroEngine:
                 f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
                 "buffer"
             )
-        self.layouts = plan_units(module)
+        self.layouts = plan_units(module, zero=self.zero)
+        if self.zero.keep_gathered_bytes:
+            self.layouts = keep_gathered(self.layouts, self.zero, self.world.size, self.compute_dtype.itemsize)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
         self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
@@ -297,22 +300,17 @@ class ZeroEngine:
 
     def reduce_complete_units(self) -> None:
         """Begin the reductions whose turn it is and whose gradients are complete."""
-        while self._reduces_now and self._turn < len(self._reduce_order) and not self._reduce_order[self._turn].pending:
+        while self._turn < len(self._reduce_order) and not self._reduce_order[self._turn].pending:
             self._reduce(self._reduce_order[self._turn])
             self._turn += 1
 
-    @property
-    def _reduces_now(self) -> bool:
-        return self._last or self.policy.grads is SHARDED
-
     def _reduce(self, unit: Unit) -> None:
         for buffer in unit.trained:
-            buffer.reduce()
+            buffer.reduce(last=self._last)
 
     def _end_backward(self) -> None:
-        if self._reduces_now:
-            for unit in self._reduce_order[self._turn :]:
-                self._reduce(unit)
+        for unit in self._reduce_order[self._turn :]:
+            self._reduce(unit)
         self.pool.finish()
         self._task = None
         self.prefetch.end()
@@ -324,10 +322,11 @@ class ZeroEngine:
 
     def _reduce_leftovers(self) -> None:
         """Gradients of micro-batches that were all said not to be the last one."""
-        if self._last or self.policy.grads is SHARDED:
+        if self._last:
             return
         for unit in self._reduce_order:
-            self._reduce(unit)
+            for buffer in unit.trained:
+                buffer.reduce_leftovers()
         self.pool.finish()
 
     # -- entering the model ---------------------------------------------------------------------------------------------------
@@ -431,11 +430,12 @@ class ZeroEngine:
         """Allocate a unit's buffers, make its parameters views of them, and fill them unless a reader will."""
         buffers = []
         for layout in planned.layouts:
+            policy = layout.policy or self.policy
             buffer = FlatBuffer(
                 layout,
-                self.policy,
-                self.shard_comm,
-                self.replicate_comm,
+                policy,
+                grid_of(policy, self.world.size, self._group_size, self.world.rank),
+                self._groups,
                 compute_dtype=self.compute_dtype,
                 master_dtype=self.master_dtype,
                 device=self.device,
@@ -450,7 +450,7 @@ class ZeroEngine:
                 buffer.bind([self._replace_meta(slot, p, buffer) for slot, p in zip(layout.slots, old, strict=True)])
             else:
                 if self.device.type != "meta":
-                    load.fill_from_module(buffer, old)
+                    load.fill_from_module(buffer, old, self.world)
                 buffer.bind(old)
             buffers.append(buffer)
             self.buffers.append(buffer)

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from framework.config.names import is_meant
+from framework.config.schema import ZeroConfig
+from framework.zero.policy import Policy, policy_of, policy_of_parameter
+
 ALIGN = 256
 """Elements; every parameter starts at a multiple of it, so that blocks of up to 256 elements never straddle two ranks."""
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -72,6 +76,8 @@ class Layout:
     integer: torch.dtype | None = None
     """Data type of integers (codes of a quantised weight), which are frozen and stay what they are; None: floating point, which is held
     in whatever the engine computes in."""
+    policy: Policy | None = None
+    """Where its state lives; None: where that of most does, which the engine knows."""
 
     @property
     def total(self) -> int:
@@ -137,11 +143,12 @@ def find_units(module: nn.Module) -> dict[str, nn.Module]:
     return units
 
 
-def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None) -> list[UnitLayout]:
+def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None, zero: ZeroConfig | None = None) -> list[UnitLayout]:
     """Layouts of the root (first) and of every unit, in registration order.
 
     A parameter that occurs in two units, or in a unit and outside, is owned by the root: the lowest common ancestor. Parameters
-    keep module order; one layout holds those that are trained, one those that are frozen, and one the integers of each data type.
+    keep module order; one layout holds those that are trained, one those that are frozen, and one the integers of each data type; those
+    that `zero` gives another policy have layouts of their own.
     """
     units = find_units(module) if units is None else units
     owner: dict[int, str] = {}
@@ -153,15 +160,21 @@ def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None) -> 
         parameters[key] = parameter
         names.setdefault(key, []).append(name)
         owner[key] = unit if owner.get(key, unit) == unit else ""
+    usual = None if zero is None else policy_of(zero)
+    for rule in zero.modules if zero is not None else ():
+        if not any(is_meant(rule.pattern, name) for found in names.values() for name in found):
+            raise ValueError(f"ZeroConfig.modules: {rule.pattern!r} is no module or parameter")
     planned = []
     for unit in ["", *units]:
         mine = [key for key in parameters if owner[key] == unit]
-        kinds: dict[tuple[bool, torch.dtype | None], list[int]] = {(True, None): [], (False, None): []}
+        kinds: dict[tuple[bool, torch.dtype | None, Policy | None], list[int]] = {(True, None, None): [], (False, None, None): []}
         for key in mine:
-            kinds.setdefault((parameters[key].requires_grad, _integer(parameters[key].dtype)), []).append(key)
+            policy = None if zero is None else policy_of_parameter(zero, names[key])
+            kind = parameters[key].requires_grad, _integer(parameters[key].dtype), None if policy == usual else policy
+            kinds.setdefault(kind, []).append(key)
         layouts = [
-            Layout(unit, trained, tuple(_slots(chosen, names, parameters)), integer)
-            for (trained, integer), chosen in kinds.items()
+            Layout(unit, trained, tuple(_slots(chosen, names, parameters)), integer, policy)
+            for (trained, integer, policy), chosen in kinds.items()
             if chosen
         ]
         planned.append(UnitLayout(unit, tuple(layouts)))

@@ -36,13 +36,12 @@ def _put(target: torch.Tensor, values: torch.Tensor, name: str) -> None:
     target.copy_(values)
 
 
-def fill_from_module(buffer: FlatBuffer, parameters: list[nn.Parameter]) -> None:
+def fill_from_module(buffer: FlatBuffer, parameters: list[nn.Parameter], world: Comm) -> None:
     """Take rank 0's values of real `parameters`."""
     full = torch.zeros(buffer.padded, dtype=buffer.master_dtype, device=buffer.full.device)
     for slot, parameter in zip(buffer.layout.slots, parameters, strict=True):
         full[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
-    for comm in (buffer.shard_comm, buffer.replicate_comm):
-        comm.broadcast(full)
+    world.broadcast(full)
     _keep_shard(buffer, full)
 
 

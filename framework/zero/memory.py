@@ -10,13 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from framework.config.schema import OffloadConfig
-from framework.zero.layout import UnitLayout
-from framework.zero.policy import FULL, SHARDED, WORKERS, Policy, offloaded
+from framework.zero.grid import Place, place_of
+from framework.zero.layout import Layout, UnitLayout
+from framework.zero.policy import FULL, GROUP, WORKERS, WORLD, Placement, Policy, offloaded
 
 
 @dataclass
 class MemoryMeter:
-    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `reducing`, `staging`)."""
+    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `reducing`, `staging`,
+    `secondary`)."""
 
     current: int = 0
     peak: int = 0
@@ -58,6 +60,7 @@ def state_bytes(
     policy: Policy,
     world_size: int,
     *,
+    group_size: int | None = None,
     rank: int = 0,
     compute_itemsize: int,
     master_itemsize: int = 4,
@@ -68,46 +71,71 @@ def state_bytes(
 ) -> StateBytes:
     """Peak model-state bytes of one rank, from the layouts alone.
 
-    `optimizer_itemsize`: bytes of optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are
-    made of point-to-point messages (gloo), which need room for what they receive.
+    `policy`: of layouts that have none of their own. `group_size`: ranks of a shard group, None for all. `optimizer_itemsize`: bytes of
+    optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are made of point-to-point messages
+    (gloo), which need room for what they receive.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
-    gathered and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached
-    in the middle of backward, or at its end when the root's gradients are reduced.
+    gathered and beside it those that the prefetch budget admits (at least one), and what is kept for their backward; two blocks'
+    gradients in the ring. The most is reached in the middle of backward, or at its end when the root's gradients are reduced.
     """
-    shards, offload = world_size if policy.optimizer is SHARDED else 1, offload or OffloadConfig()
-    trained = [layout for unit in units for layout in unit.layouts if layout.requires_grad]
+    offload = offload or OffloadConfig()
+    layouts = [layout for unit in units for layout in unit.layouts]
+    trained = [layout for layout in layouts if layout.requires_grad]
     offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
-    params_on_host = offload.params != "none" and policy.params_at_rest is SHARDED
+    places = {layout: place_of(layout, policy, world_size, group_size, rank) for layout in layouts}
     params = grads = master = optimizer = host = 0
-    for layout in (layout for unit in units for layout in unit.layouts):
-        shard, full = layout.shard_numel(shards), layout.padded(shards)
-        held = layout.itemsize(compute_itemsize) * (full if policy.params_at_rest is FULL else shard)
+    for layout, (own, extents, _) in places.items():
+        params_on_host = offload.params != "none" and own.params_at_rest is not FULL
+        held = layout.itemsize(compute_itemsize) * extents.numel(own.params_at_rest)
         params, host = (params, host + held) if params_on_host else (params + held, host)
         if not layout.requires_grad:
             continue
-        grads += master_itemsize * (full if policy.grads is FULL else shard)
+        grads += master_itemsize * extents.numel(own.grads)
         has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
-        masters = master_itemsize * shard if has_master else 0
-        moments = optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
+        masters = master_itemsize * extents.shard_numel if has_master else 0
+        moments = optimizer_itemsize * sum(piece.numel for piece in layout.pieces(extents.shard.start, extents.shard.stop))
         if offloads[layout]:
             host += masters + moments
         else:
             master, optimizer = master + masters, optimizer + moments
-    staged = [layout.shard_numel(shards) for layout in trained if offloads[layout]]
-    if staged:
-        host += min(WORKERS, len(staged)) * max(staged) * (master_itemsize + (0 if params_on_host else compute_itemsize))
+    if staged := [layout for layout in trained if offloads[layout]]:
+        copied = [layout for layout in staged if offload.params == "none" or places[layout][0].params_at_rest is FULL]
+        largest_staged = max(places[layout][1].shard_numel for layout in staged) * master_itemsize
+        if compute_itemsize != master_itemsize or copied:
+            largest_staged += max((places[layout][1].shard_numel for layout in copied), default=0) * compute_itemsize
+        host += min(WORKERS, len(staged)) * largest_staged
+    temporary = _temporary(units, places, compute_itemsize, master_itemsize, prefetch_bytes, messages)
+    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)
 
-    def gathered(unit: UnitLayout) -> int:
-        return sum(layout.itemsize(compute_itemsize) * layout.padded(shards) for layout in unit.layouts)
 
-    def reducing(unit: UnitLayout) -> int:
-        return master_itemsize * sum(layout.padded(shards) for layout in unit.layouts if layout.requires_grad)
+def _temporary(
+    units: list[UnitLayout], places: dict[Layout, Place], compute_itemsize: int, master_itemsize: int, prefetch_bytes: int, messages: bool
+) -> int:
+    """The most that a step needs beside what stays."""
+
+    def gathered(unit: UnitLayout, *kept: Placement) -> int:
+        """Bytes of parameters that are released between uses; `kept`: only those that are kept so until backward."""
+        return sum(
+            layout.itemsize(compute_itemsize) * places[layout].extents.padded
+            for layout in unit.layouts
+            if places[layout].policy.params_at_rest is not FULL and (not kept or places[layout].policy.params_kept in kept)
+        )
+
+    def secondary(unit: UnitLayout) -> int:
+        return sum(
+            layout.itemsize(compute_itemsize) * places[layout].extents.chunk_numel
+            for layout in unit.layouts
+            if places[layout].in_parts and places[layout].policy[1:3] == (WORLD, GROUP)
+        )
+
+    def in_ring(unit: UnitLayout) -> list[int]:
+        """Bytes of gradients on their way, of each buffer that has room for them only then."""
+        trained = [places[layout] for layout in unit.layouts if layout.requires_grad]
+        return [master_itemsize * place.extents.padded for place in trained if place.policy.grads is not FULL]
 
     def received(unit: UnitLayout) -> int:
-        if not messages:
-            return 0
-        return master_itemsize * sum((shards - 1) * layout.shard_numel(shards) for layout in unit.layouts if layout.requires_grad)
+        return sum(master_itemsize * places[layout].received_numel for layout in unit.layouts if layout.requires_grad) if messages else 0
 
     root, blocks = units[0], units[1:]
 
@@ -115,16 +143,17 @@ def state_bytes(
         return max((measure(block) for block in blocks), default=0)
 
     ring = min(2, len(blocks))
-    always = reducing(root) + ring * largest(reducing) if policy.grads is SHARDED else 0
-    ahead = 0
-    if policy.params_at_rest is SHARDED:
-        always += gathered(root)
-        if blocks and prefetch_bytes:
-            ahead = max(1, prefetch_bytes // largest(gathered))
+    of_blocks = [in_ring(block) for block in blocks]
+    flats = min(max(map(len, of_blocks), default=0) + 1, sum(map(len, of_blocks)))
+    always = gathered(root) + sum(in_ring(root)) + flats * max((nbytes for block in of_blocks for nbytes in block), default=0)
+    passing = largest(lambda block: gathered(block, WORLD, GROUP))
+    released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
+    ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0
     in_backward = 0
     for under_way in range(1, ring + 1):  # blocks whose gradients are being summed; those before the last one are released
-        held = min(1 + ahead, len(blocks) - under_way + 1) * largest(gathered) if policy.params_at_rest is SHARDED else 0
+        left = blocks[: len(blocks) - under_way + 1]
+        held = min(1 + ahead, released, len(left)) * passing + sum(gathered(block, FULL) for block in left)
+        held += sum(secondary(block) for block in blocks[: len(blocks) - max(1, under_way - 1)])
         in_backward = max(in_backward, always + held + under_way * largest(received))
     at_end = always + received(root) + min(1, len(blocks)) * largest(received)
-    temporary = max(in_backward, at_end)
-    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)
+    return max(in_backward, at_end)

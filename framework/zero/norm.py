@@ -14,7 +14,6 @@ import torch
 from framework.kernels.square_sum import square_sum
 from framework.zero.buffer import FlatBuffer
 from framework.zero.comm import Comm
-from framework.zero.layout import ALIGN
 
 NOT_THE_SAME_ORDER = (
     "ranks ran blocks in different orders and got each other's parameters (branches that depend on data belong into a block)"
@@ -72,17 +71,17 @@ class GlobalSums:
     used: torch.Tensor
     """How many ranks used each trained parameter in this step, in the engine's order."""
     same_order: torch.Tensor
-    """Whether all ranks have made the same calls of collectives, see `Comm.order`."""
+    """Whether all ranks have made the same calls of collectives, see `Traffic.order`."""
 
 
 def sum_over_ranks(
     buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Tensor, tokens: torch.Tensor, stop: bool, busy: bool, device: torch.device
 ) -> GlobalSums:
     """All-reduce what `StepStats` is made of. `buffers`: the trained ones, gradients reduced."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    host = [float(stop), float(busy), float(world.order), float(world.order**2)]
+    total, order = torch.zeros((), dtype=torch.float64, device=device), world.traffic.order
+    host = [float(stop), float(busy), float(order), float(order**2)]
     for buffer in buffers:
-        total += square_sum(_owned(buffer))
+        total += square_sum(buffer.grad[buffer.owned])
         host += [float(index in buffer.used) for index in range(len(buffer.layout.slots))]
     from_host = torch.tensor(host, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     sums = torch.cat([torch.stack([total, loss_sum.double(), tokens.double()]), from_host])
@@ -109,12 +108,3 @@ def where_not_finite(buffers: list[FlatBuffer], world: Comm, loss_sum: torch.Ten
     if names:
         parts.append(f"the gradient is not finite in {shown}")
     return " and ".join(parts) or "the squared gradient norm overflows"
-
-
-def _owned(buffer: FlatBuffer) -> torch.Tensor:
-    """The part of `buffer.grad` that this rank counts: all of a shard, an equal share of what is replicated."""
-    replicas = buffer.replicate_comm
-    if replicas.size == 1:
-        return buffer.grad
-    share = -(-buffer.shard_numel // (replicas.size * ALIGN)) * ALIGN
-    return buffer.grad[replicas.rank * share : (replicas.rank + 1) * share]

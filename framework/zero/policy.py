@@ -1,29 +1,34 @@
-"""What a ZeRO stage means, as one table. Nothing else in the engine asks for the stage.
+"""Where model state lives, as one table. Nothing else in the engine asks for the stage.
 
-Each column says at which placement a kind of model state lives: `SHARDED` over the ranks or `FULL` on each. Stages are rows over
-one mechanism (ZeRO: Rajbhandari et al. 2019, arXiv:1910.02054):
+Each column says at which placement a kind of model state lives. Stages, hybrid sharding and secondary shards are rows over one mechanism
+(ZeRO: Rajbhandari et al. 2019, arXiv:1910.02054; HSDP and MiCS, arXiv:2205.00119; hpZ: ZeRO++, arXiv:2306.10209):
 
     optimizer       master weights and optimizer state
     params_at_rest  parameters between uses
     params_kept     parameters between their forward and their backward
     grads           gradients between the micro-batches of a step
+
+A buffer has one row, an engine may have several: `zero.modules` and `zero.keep_gathered_bytes` give some parameters another one. Where
+there is one group of all ranks, `GROUP` and `WORLD` are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from framework.config.names import is_meant
 from framework.config.schema import OffloadConfig, ZeroConfig
 
 
 class Placement(Enum):
-    SHARDED = "sharded"
-    FULL = "full"
+    WORLD = "sharded over all ranks"
+    GROUP = "sharded over the ranks of a shard group, the same in every group"
+    FULL = "whole on every rank"
 
 
-SHARDED, FULL = Placement.SHARDED, Placement.FULL
+WORLD, GROUP, FULL = Placement
 
 
 class Policy(NamedTuple):
@@ -32,21 +37,57 @@ class Policy(NamedTuple):
     params_kept: Placement
     grads: Placement
 
+    def kept(self) -> Policy:
+        """The same with parameters that are never released."""
+        return self._replace(params_at_rest=FULL, params_kept=FULL)
 
-_STAGES = {
-    0: Policy(optimizer=FULL, params_at_rest=FULL, params_kept=FULL, grads=FULL),
-    1: Policy(optimizer=SHARDED, params_at_rest=FULL, params_kept=FULL, grads=FULL),
-    2: Policy(optimizer=SHARDED, params_at_rest=FULL, params_kept=FULL, grads=SHARDED),
-    3: Policy(optimizer=SHARDED, params_at_rest=SHARDED, params_kept=SHARDED, grads=SHARDED),
+
+_ROWS = {
+    # stage 0 shards nothing
+    ("group", 0): Policy(optimizer=FULL, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    ("group", 1): Policy(optimizer=GROUP, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    ("group", 2): Policy(optimizer=GROUP, params_at_rest=FULL, params_kept=FULL, grads=GROUP),
+    ("group", 3): Policy(optimizer=GROUP, params_at_rest=GROUP, params_kept=GROUP, grads=GROUP),
+    # shard_optimizer: world
+    ("world", 0): Policy(optimizer=FULL, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    ("world", 1): Policy(optimizer=WORLD, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    ("world", 2): Policy(optimizer=WORLD, params_at_rest=FULL, params_kept=FULL, grads=GROUP),
+    ("world", 3): Policy(optimizer=WORLD, params_at_rest=GROUP, params_kept=GROUP, grads=GROUP),
+    # secondary_shard_size
+    ("secondary", 0): Policy(optimizer=FULL, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    ("secondary", 1): Policy(optimizer=WORLD, params_at_rest=FULL, params_kept=FULL, grads=FULL),
+    ("secondary", 2): Policy(optimizer=WORLD, params_at_rest=FULL, params_kept=FULL, grads=WORLD),
+    ("secondary", 3): Policy(optimizer=WORLD, params_at_rest=WORLD, params_kept=GROUP, grads=WORLD),
 }
 
 
-def policy_of(zero: ZeroConfig) -> Policy:
-    """The row of the table that `zero` asks for. Raises ValueError for an unknown stage."""
-    if zero.stage not in _STAGES:
-        raise ValueError(f"ZeroConfig.stage: got {zero.stage!r}, expected one of {list(_STAGES)}")
-    policy = _STAGES[zero.stage]
-    return policy if zero.reshard_after_forward else policy._replace(params_kept=FULL)
+def policy_of(zero: ZeroConfig, stage: int | None = None, reshard_after_forward: bool | None = None) -> Policy:
+    """The row of the table that `zero` asks for, or would with another stage or resharding. Raises ValueError for an unknown one."""
+    stage = zero.stage if stage is None else stage
+    reshard = zero.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
+    spread = "secondary" if zero.secondary_shard_size else zero.shard_optimizer if zero.shard_size else "group"
+    if (spread, stage) not in _ROWS:
+        raise ValueError(f"ZeroConfig.stage: got {stage!r}, expected one of {sorted({row for _, row in _ROWS})}")
+    policy = _ROWS[spread, stage]
+    return policy if reshard else policy._replace(params_kept=FULL)
+
+
+def policy_of_parameter(zero: ZeroConfig, names: Iterable[str]) -> Policy | None:
+    """What the first of `zero.modules` that means a parameter says of it, None where none does. `names`: all that a tied one has."""
+    names = list(names)
+    for rule in zero.modules:
+        if any(is_meant(rule.pattern, name) for name in names):
+            return policy_of(zero, rule.stage, rule.reshard_after_forward)
+    return None
+
+
+def group_size(zero: ZeroConfig, world_size: int) -> int:
+    """Ranks of a shard group. Raises ValueError where they do not divide the world."""
+    members = zero.secondary_shard_size or zero.shard_size or world_size
+    if members < 1 or world_size % members:
+        name = "secondary_shard_size" if zero.secondary_shard_size else "shard_size"
+        raise ValueError(f"ZeroConfig.{name}: got {members}, expected a divisor of the {world_size} ranks")
+    return members
 
 
 WORKERS = 2

@@ -24,6 +24,8 @@ class Prefetch:
         self.budget_bytes, self._meter = budget_bytes, meter
         self._last: dict[bool, list[Unit]] = {True: [], False: []}
         """Order of the last finished pass, with and without gradients."""
+        self._permanent = False
+        """Whether no unit of the pass that is followed is ever released."""
         self._now: list[Unit] = []
         self._follows = True
         self._grad = True
@@ -31,6 +33,7 @@ class Prefetch:
     def begin(self) -> None:
         """A new pass: its first unit is about to be used."""
         self._now, self._follows, self._grad = [], True, torch.is_grad_enabled()
+        self._permanent = all(unit.permanent for unit in self._last[self._grad])
 
     def end(self) -> None:
         """The pass is over; the next one of its kind follows its order."""
@@ -58,8 +61,8 @@ class Prefetch:
             if unit.is_updating:  # whether it still is depends on time, and every rank must gather in the same order
                 return
             if not unit.needs_gather:
-                if unit.permanent and unit.buffers:
-                    return  # nothing is ever released: all that follows was gathered with it
+                if self._permanent and unit.buffers:
+                    return  # all that follows was gathered with it
                 continue
             cost = unit.gather_bytes
             if cost and held and held + cost > self.budget_bytes:

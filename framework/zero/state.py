@@ -132,7 +132,6 @@ def _is_flat(value: Any, piece: Piece) -> bool:
 
 def _whole(engine: ZeroEngine, buffer: FlatBuffer, shard: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Gather `shard` [S] of every rank and yield the parameters' parts on rank 0."""
-    full = torch.empty(buffer.padded, dtype=shard.dtype, device=buffer.full.device)
-    buffer.shard_comm.all_gather(full, shard.to(full.device), buffer.gather_tag).wait()
+    full = buffer.gather_whole(shard)
     for slot in buffer.layout.slots:
         yield slot.name, full[slot.offset : slot.stop].view(slot.shape).cpu() if engine.world.rank == 0 else None

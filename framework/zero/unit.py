@@ -36,7 +36,6 @@ from torch.utils.hooks import RemovableHandle
 
 from framework import torch_private
 from framework.zero.buffer import FlatBuffer
-from framework.zero.policy import SHARDED
 
 if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
@@ -108,11 +107,11 @@ class Unit:
         for buffer in self.buffers:
             buffer.wait()
 
-    def release(self) -> None:
+    def release(self, *, before_backward: bool = False) -> None:
         if self.engine.keeps_gathered:
             return
         for buffer in self.buffers:
-            buffer.release()
+            buffer.release(before_backward=before_backward)
 
     @property
     def needs_gather(self) -> bool:
@@ -196,8 +195,8 @@ class Unit:
         if torch_private.backward_id() >= 0:  # activation checkpointing recomputes: the parameters are about to be used
             return None
         replaced = self.watch_outputs(out)
-        if not torch.is_grad_enabled() or (self.engine.policy.params_kept is SHARDED and not self.engine.prefetch.follows_itself(self)):
-            self.release()
+        if not torch.is_grad_enabled() or not self.engine.prefetch.follows_itself(self):
+            self.release(before_backward=torch.is_grad_enabled())
         return replaced
 
     def watch_outputs(self, out: Any) -> Any:

@@ -172,6 +172,14 @@ class Comm:
         self._begin(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return Handle([dist.all_reduce(tensor, group=self.group, async_op=True)], keep=(tensor,))
 
+    def all_to_all(self, out: torch.Tensor, given: torch.Tensor, out_numels: list[int], given_numels: list[int]) -> Handle:
+        """Send `given`, cut into `given_numels` elements for each rank, and fill `out` with what comes: `out_numels` from each rank."""
+        if self.size == 1:
+            out.copy_(given)
+            return Handle([])
+        self._begin((given.numel() - given_numels[self.rank]) * given.element_size())
+        return Handle([dist.all_to_all_single(out, given, out_numels, given_numels, group=self.group, async_op=True)], keep=(out, given))
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's `tensor` to every rank, in place."""
         if self.size > 1:

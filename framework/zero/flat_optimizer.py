@@ -100,6 +100,8 @@ class _Shard:
 class FlatOptimizer:
     """The step of `optimizer` on `pieces`: (buffer, index of the slot, piece, the 1-D parameter that the optimizer holds)."""
 
+    writes_shards = True
+
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
         """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""

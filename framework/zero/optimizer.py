@@ -2,7 +2,8 @@
 
 Every parameter of the module becomes one 1-D fp32 parameter per rank: the piece of it that this rank owns. Element-wise optimizers (AdamW,
 SGD, ...) do on the pieces exactly what they would do on the whole; a parameter that got no gradient on any rank is skipped, as
-torch skips `grad=None`, instead of being decayed by a zero gradient. AdamW, Lion and SGD run on whole buffers (`flat_optimizer.py`).
+torch skips `grad=None`, instead of being decayed by a zero gradient. AdamW, Lion and SGD run on whole buffers (`flat_optimizer.py`), and
+those of `STEPS` have a step of their own, in which ranks tell each other what a piece does not show (`piece_step.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from framework import torch_private
 from framework.zero.buffer import FlatBuffer
 from framework.zero.flat_optimizer import FlatOptimizer
 from framework.zero.layout import Piece
+from framework.zero.muon import Muon
+from framework.zero.muon_step import MuonStep
 from framework.zero.offload import HostMemory, HostUpdates
+from framework.zero.piece_step import Member, PieceStep
 
 NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 """Optimizers whose update of an element depends on others of the same tensor: wrong on pieces."""
+STEPS: dict[type[torch.optim.Optimizer], type[PieceStep]] = {Muon: MuonStep}
+"""By class: what makes its step on pieces."""
 
 
 class ShardedOptimizer:
@@ -32,10 +38,11 @@ class ShardedOptimizer:
         self, optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer], originals: dict[int, nn.Parameter], host: HostMemory
     ) -> None:
         """`originals`: the module's parameter now, by the `id` of the one that the optimizer was made with."""
-        if type(optimizer).__name__ in NOT_ELEMENT_WISE:
+        if type(optimizer).__name__ in NOT_ELEMENT_WISE and type(optimizer) not in STEPS:
             raise ValueError(
-                f"{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use AdamW, SGD or another "
-                "optimizer whose update of an element depends on that element alone"
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use "
+                "AdamW, SGD or another optimizer whose update of an element depends on that element alone, or one of "
+                f"{', '.join(f'{kind.__module__}.{kind.__name__}' for kind in STEPS)}"
             )
         if optimizer.state:
             raise ValueError("the optimizer has state already: make it, give it to the engine, and load its state through the engine")
@@ -53,7 +60,7 @@ class ShardedOptimizer:
                 self.pieces.append((buffer, index, piece, shard))
                 shards.setdefault(id(buffer.parameters[index]), []).append(shard)
         known = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
-        taken: set[int] = set()
+        group_of: dict[int, int] = {}
         for number, group in enumerate(optimizer.param_groups):
             mine: list[nn.Parameter] = []
             for old in group["params"]:
@@ -64,15 +71,31 @@ class ShardedOptimizer:
                     )
                 if id(parameter) in known:  # frozen ones have no gradient and nothing to update
                     mine += shards.get(id(parameter), [])
-                    taken.add(id(parameter))
+                    group_of[id(parameter)] = number
             group["params"] = mine
             group.pop("param_names", None)
-        self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in taken]
+        self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in group_of]
         on_host = [buffer for buffer in buffers if buffer.master_on_host]
         self._updates = self._flat = None
-        if FlatOptimizer.takes(optimizer, buffers):
+        if (make_step := STEPS.get(type(optimizer))) is not None:
+            if on_host:
+                raise ValueError(f"{type(optimizer).__name__} needs its state on the device: use OffloadConfig(optimizer='none')")
+            self._flat = make_step(optimizer, self._members(buffers, group_of))
+        elif FlatOptimizer.takes(optimizer, buffers):
             self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
             self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
+
+    def _members(self, buffers: list[FlatBuffer], group_of: dict[int, int]) -> dict[FlatBuffer, list[Member]]:
+        """What the optimizer updates, also where this rank has no piece of it; `group_of`: the group of a parameter, by its `id`."""
+        mine = {(buffer, index): (piece, shard) for buffer, index, piece, shard in self.pieces}
+        return {
+            buffer: [
+                Member(index, slot, group_of[id(parameter)], *mine.get((buffer, index), (None, None)))
+                for index, (slot, parameter) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True))
+                if id(parameter) in group_of
+            ]
+            for buffer in buffers
+        }
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
@@ -132,7 +155,7 @@ class ShardedOptimizer:
     @property
     def writes_shards(self) -> bool:
         """Whether a step leaves the updated parameters in `FlatBuffer.shard`, too, and not in the masters alone."""
-        return self._flat is not None
+        return self._flat is not None and self._flat.writes_shards
 
     def state_pieces(self) -> Iterator[tuple[FlatBuffer, Piece, dict]]:
         """Each piece with its optimizer state."""

@@ -6,9 +6,10 @@
 Rows of a micro-batch are of similar length, so little of it is padding; micro-batches that ranks compute at the same time are, too, so
 no rank waits for long; and every second turn goes back over the ranks, so that none has the longest of each.
 
-So the samples of a step depend on (seed, epoch, global batch) alone, each is used exactly once an epoch, and every rank runs the same
-number of steps and of micro-batches in each, for any number of samples: none waits for a collective that another never enters. A slot
-without a sample gets one padding token and no target, which adds nothing to loss or token count.
+So the samples of a step depend on (seed, epoch, global batch) alone, each is used exactly once an epoch (but for sources with weights,
+`mix.py`), and every rank runs the same number of steps and of micro-batches in each, for any number of samples: none waits for a
+collective that another never enters. A slot without a sample gets one padding token and no target, which adds nothing to loss or token
+count.
 
 Unusual: no torch DataLoader. Padding a few rows costs microseconds, and Lightning takes any sized iterable. Lightning calls `set_epoch`
 on a loader's `sampler`, which is therefore the loader itself.
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 
 from framework.data.dataset import Sample, TokenDataset
-from framework.data.order import interleaved, permutation
+from framework.data.mix import Mix
+from framework.data.order import permutation
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # the label of a position without a target; torch's cross_entropy ignores it
@@ -45,16 +47,17 @@ class StepBatches:
         pad_id: int = 0,
         total_steps: int | None = None,
         first_step: int = 0,
-        source_of: np.ndarray | None = None,
+        mix: Mix | None = None,
     ) -> None:
         """`total_steps` of the whole run end the last epoch early; None: every epoch is whole. `first_step` steps have been done before.
-        `source_of` [samples]: the sources of a weighted mix, which are to keep their shares at any time."""
+        `mix`: in which proportions an epoch has which of the samples; None: each once."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
         self.dataset, self.lengths, self.pad_id = dataset, dataset.lengths, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
-        self.seed, self.shuffle, self.total_steps, self.source_of = seed, shuffle, total_steps, source_of
+        self.seed, self.shuffle, self.total_steps, self.mix = seed, shuffle, total_steps, mix
         self.global_batch_size = micro_batch_size * accumulate * world_size
-        self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
+        self.samples_per_epoch = len(dataset) if mix is None else mix.samples_per_epoch
+        self.steps_per_epoch = -(-self.samples_per_epoch // self.global_batch_size)
         self._first_epoch, self._skipped = divmod(first_step, self.steps_per_epoch)
         self.epoch = self._first_epoch
 
@@ -72,14 +75,17 @@ class StepBatches:
         return min(self.steps_per_epoch, max(0, self.total_steps - self.epoch * self.steps_per_epoch))
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        samples = len(self.dataset)
-        if self.source_of is not None:
-            order = interleaved(self.seed, self.epoch, self.lengths, self.source_of, shuffle=self.shuffle)
-        else:
-            order = permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
+        order = self._order()
         for step in range(self._skipped if self.epoch == self._first_epoch else 0, len(self)):
             chosen = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
             yield [self._micro_batch(indices) for indices in self._dealt(chosen)]
+
+    def _order(self) -> np.ndarray:
+        """[samples_per_epoch] int64: the samples of the current epoch."""
+        if self.mix is not None:
+            return self.mix.order(self.lengths, self.seed, self.epoch, shuffle=self.shuffle)
+        samples = len(self.dataset)
+        return permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
 
     def _dealt(self, chosen: np.ndarray) -> list[np.ndarray]:
         """This rank's part of a step's samples, one array per micro-batch."""

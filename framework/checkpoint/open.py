@@ -26,10 +26,10 @@ from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
 from framework.config.typed import from_dict
 from framework.models.adapter import AdaptedModel, open_adapted
 from framework.models.architecture import config_from_hf, parameter_shapes
-from framework.models.locate import TOKENIZER_FILES, is_adapter
-from framework.models.lora import adapter_shapes
-from framework.models.pretrained import Pretrained, check_tensors, open_pretrained, read_json, token_ids_of
+from framework.models.locate import TOKENIZER_FILES, is_adapter, read_json
+from framework.models.pretrained import Pretrained, check_tensors, open_pretrained, token_ids_of
 from framework.models.safetensors_io import DTYPES, Entry
+from framework.models.targets import adapter_shapes
 
 WRAPPERS = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Words that DDP, torch.compile, DeepSpeed under Lightning, FSDP and activation checkpointing put into names."""

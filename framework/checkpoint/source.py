@@ -17,7 +17,11 @@ from typing import Literal
 
 from framework.checkpoint.folder import LATEST, checkpoints_at, pointed, read_index, what_is_missing
 from framework.config.errors import Problem, UserError
-from framework.models.locate import TOKENIZER_FILES, check_path, export_of_run, is_adapter
+from framework.config.schema import LlamaConfig
+from framework.config.typed import from_dict
+from framework.models.architecture import config_from_hf
+from framework.models.gguf_format import config_from_gguf, read_contents
+from framework.models.locate import ADAPTER_CONFIG, TOKENIZER_FILES, check_path, export_of_run, is_adapter, on_this_machine, read_json
 
 METADATA = ".metadata"
 MODEL_STATES, OPTIMIZER_STATES = "*_model_states.pt", "*_optim_states.pt"
@@ -89,6 +93,25 @@ def check_source(path: str, setting: str = "model.path", *, has_tokenizer: bool 
         got, expected = f"{path}, weights without a tokenizer", "a tokenizer: a folder, a .gguf file or a hub name"
         problems.append(Problem(path=setting, got=got, expected=expected, fix="model.tokenizer=/path/to/tokenizer"))
     return problems
+
+
+def architecture_of(path: str, setting: str = "model.path") -> LlamaConfig | None:
+    """What config.json, GGUF metadata or a checkpoint of ours say of the model at `path`; None where nothing does, or not on this machine.
+
+    Raises UserError where they say what our decoder does not have.
+    """
+    source = find_source(path, setting)
+    if source.kind == "checkpoint":
+        return from_dict(LlamaConfig, read_index(source.folder)["run"]["architecture"])
+    place = source.beside(CONFIG) if source.is_foreign else on_this_machine(source.path, setting)
+    if place is None:
+        return None
+    if place.is_file():
+        return config_from_gguf(read_contents(place), str(place))
+    if is_adapter(place):
+        base = read_json(place / ADAPTER_CONFIG).get("base_model_name_or_path")
+        return architecture_of(base, setting) if base else None
+    return config_from_hf(read_json(place / CONFIG), str(place / CONFIG))
 
 
 def newest_checkpoint(folder: Path, setting: str) -> Path | None:

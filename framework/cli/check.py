@@ -46,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_everything(recipe: RecipeConfig) -> list[Problem]:
     """Problems of settings with each other, with this machine, and with the files and models that they name."""
-    return check(recipe) + check_inputs(recipe)
+    problems = check(recipe) + check_inputs(recipe)
+    return problems + check_names(recipe, {problem.path for problem in problems})
 
 
 def check_inputs(recipe: RecipeConfig) -> list[Problem]:
@@ -65,6 +66,30 @@ def check_inputs(recipe: RecipeConfig) -> list[Problem]:
         problems += check_adapter_path(recipe.peft.path, "peft.path")
     problems += check_rows(recipe.data) + check_prompts(recipe.eval.prompts)
     return problems + check_logger(recipe.logger) + check_checkpoint(recipe)
+
+
+def check_names(recipe: RecipeConfig, told: set[str]) -> list[Problem]:
+    """What is wrong with the model's architecture, and patterns that mean nothing in it; nothing where it has to be downloaded first.
+
+    `told`: settings whose problems are known, which are not named again.
+    """
+    if any(path.startswith(("model.path", "model.arch")) for path in told):
+        return []
+    from framework.checkpoint.source import architecture_of
+    from framework.models.architecture import check_architecture
+    from framework.models.selection import check_selection
+
+    architecture = recipe.model.arch
+    try:
+        if recipe.model.path is not None:
+            architecture = architecture_of(recipe.model.path) or architecture
+        elif architecture is not None and (problems := check_architecture(architecture)):
+            return problems
+        if architecture is not None:
+            check_selection(recipe, architecture)
+    except UserError as error:
+        return [problem for problem in error.problems if problem.path not in told]
+    return []
 
 
 def check_rows(data: DataConfig) -> list[Problem]:

@@ -29,6 +29,7 @@ from framework.config.schema import KernelsConfig, RecipeConfig
 from framework.cores import gpu_node, settle
 from framework.data.batches import EvalBatches, StepBatches
 from framework.data.dataset import TokenDataset
+from framework.data.mix import Mix
 from framework.data.prepare import Prepared, prepare
 from framework.data.prompts import encode_prompts, read_prompts
 from framework.data.show import render_sample
@@ -250,7 +251,7 @@ def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepa
     """The plan, which every rank computes for itself. Raises UserError where recipe, model, data and machine do not fit together."""
     architecture = recipe.model.arch if pretrained is None else pretrained.config
     validation = None if prepared.validation is None else facts_of(prepared.validation)
-    plan = make_plan(recipe, architecture, facts_of(prepared.train, prepared.source_of), validation, world_size)
+    plan = make_plan(recipe, architecture, facts_of(prepared.train, prepared.mix), validation, world_size)
     choose_kernels(recipe.kernels, plan.device_type, plan.compute_dtype)
     return plan
 
@@ -263,17 +264,18 @@ def choose_kernels(config: KernelsConfig, device_type: str, dtype: torch.dtype) 
         raise UserError(Problem(path="kernels", got=f"compiled, but {why_not}", expected=expected, fix="kernels=auto"))
 
 
-def facts_of(dataset: TokenDataset, source_of: np.ndarray | None = None) -> DataFacts:
-    """`source_of`: the sources of a weighted mix, which the order of samples depends on. Reads no token."""
+def facts_of(dataset: TokenDataset, mix: Mix | None = None) -> DataFacts:
+    """Of an epoch of `dataset`, with `mix` on average. Reads no token."""
     digest = hashlib.sha256()
     dataset.identify(digest)
-    digest.update(b"" if source_of is None else np.ascontiguousarray(source_of))
+    digest.update(b"" if mix is None else repr(mix).encode())
+    documents = dataset.documents if mix is None else mix.documents_per_epoch
     return DataFacts(
-        samples=len(dataset),
+        samples=len(dataset) if mix is None else mix.samples_per_epoch,
         tokens=dataset.total_tokens,
-        trained_tokens=dataset.trained_tokens,
+        trained_tokens=dataset.trained_tokens if mix is None else mix.trained_tokens_per_epoch,
         longest=dataset.longest,
-        packed=dataset.documents if dataset.is_packed else None,
+        packed=documents if dataset.is_packed else None,
         largest_id=dataset.ids.largest,
         digest=digest.hexdigest(),
     )
@@ -359,7 +361,8 @@ def batches(plan: Plan, prepared: Prepared, place: Place, first_step: int) -> tu
         shuffle=recipe.data.shuffle,
         total_steps=plan.steps.total_steps,
         first_step=first_step,
-        source_of=prepared.source_of,
+        mix=prepared.mix,
+        pinned=plan.device_type == "cuda",
     )
     return train, None if prepared.validation is None else validation_batches(recipe, batch.micro_batch_size, prepared, place)
 

@@ -113,8 +113,8 @@ def _peft(peft: PeftConfig, model: ModelConfig) -> Iterator[Problem]:
     yield from _share("peft.dropout", peft.dropout)
     if not peft.targets:
         yield Problem(path="peft.targets", got="no layer", expected="at least one", fix="peft.targets=[all-linear]")
-    for target in peft.targets:
-        yield from _pattern("peft.targets", target, "a name, a regular expression or all-linear", "peft.targets=[all-linear]")
+    for index, target in enumerate(peft.targets):
+        yield from _pattern(f"peft.targets[{index}]", target, "a name, a regular expression or all-linear", "peft.targets=[all-linear]")
     if peft.base == "float":
         unused = PeftConfig()
         for key in ("base_block", "quantized_layers"):

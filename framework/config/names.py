@@ -10,8 +10,11 @@ import re
 
 
 def name_is_meant(pattern: str, name: str) -> bool:
-    """Whether `pattern` is the last words of `name` or a regular expression for the whole of it."""
-    return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
+    """Whether `pattern` is the last words of `name` or a regular expression for the whole of it. An illegal one means nothing."""
+    try:
+        return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
+    except re.error:  # named by the settings' own check
+        return False
 
 
 def is_meant(pattern: str, name: str) -> bool:

@@ -178,8 +178,8 @@ class SourceConfig:
     max_rows: int | None = None
     """None: `data.max_rows`."""
     weight: float | None = None
-    """This source's part of all tokens of training, in proportion to the weights of the others. Where that needs only some of its rows,
-    they are the same ones every epoch. None, for all sources: every row once an epoch."""
+    """This source's part of all tokens of training, in proportion to the weights of the others. Where an epoch needs only some of its rows,
+    later ones go on with the rest. None, for all sources: every row once an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ class SourceCounts:
     trained_tokens: int = 0
     weight: float | None = None
     passes: float = 1.0
-    """Over `kept`, in one epoch: with weights, a source is repeated or taken in part, and `samples` and `tokens` are those of the epoch."""
+    """Over `kept`, in one epoch: with weights, a source is repeated or taken in part (the rest in later epochs), and `samples`, `packs` and
+    the tokens are those of an epoch, on average."""
 
     def check(self) -> None:
         """Raises RuntimeError where a row was lost on the way; each number was counted where it arose."""

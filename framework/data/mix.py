@@ -1,11 +1,15 @@
 """Several sources as one: one after the other, or in proportion to weights, counted in tokens.
 
-    tokens    A 9,000   B 1,000          weights 1 and 1: an epoch of 10,000 tokens, half of A once and B five times
+    tokens    A 9,000   B 1,000          weights 1 and 1: an epoch of 10,000 tokens, half of A and B five times; the next one has the
+                                         other half of A
 
-An epoch of the mix has as many tokens as all sources together; a source is repeated, or only a part of it is taken, until its share of
-them is right. What is taken is a pure function of the seed. `order.interleaved` then spreads every source evenly over an epoch.
+A mix is an endless stream of samples. Every source goes through all of its own, in a new order each time, and a sample's place among the
+others is where its middle token would be if each source gave tokens at the rate of its weight. So at any time each source has had its
+share of the tokens, give or take half a sample. An epoch is a part of the stream with a fixed number of samples, about as many tokens as
+all sources together.
 
-Unusual: where sources are so small that whole samples cannot make up their shares, an epoch is made longer.
+Unusual: no epoch needs those before it. Passes over a source are equally long, so that one only has to look at the passes around an epoch
+to know where it begins: what is in it is a pure function of (seed, epoch, data).
 """
 
 from __future__ import annotations
@@ -20,39 +24,93 @@ from framework.data.dataset import TokenDataset
 from framework.data.flat import Chained
 from framework.data.order import permutation
 
-MOST_DEVIATION = 0.005
-"""Of a source's share of the tokens of an epoch, relative to its weight."""
-LENGTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Of an epoch, in tokens of all sources together."""
+FIRST_MARGIN = 1 / 64
+"""Of an epoch: how far from its estimated place its beginning and its end are looked for at first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What an epoch of the mix takes of one source."""
+@dataclass(frozen=True)
+class Mix:
+    """Sources of a joined data set in proportion to their shares."""
 
-    samples: TokenDataset
-    passes: float
-    """Tokens taken / tokens of the source."""
+    starts: tuple[int, ...]
+    """First sample of each source among all of them, and the end of the last one: [sources + 1]."""
+    shares: tuple[float, ...]
+    """Of the tokens of any part of the stream; they sum to 1."""
+    passes: tuple[float, ...]
+    """How often an epoch goes over each source, on average."""
+    samples_per_epoch: int
+    """What a batch counts: samples, or packs of them."""
+    documents_per_epoch: int
+    """The same, or how many samples the packs hold, on average."""
+    trained_tokens_per_epoch: int
+    """On average."""
 
+    def order(self, lengths: np.ndarray, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
+        """[samples_per_epoch] int64: the samples of an epoch, in order. lengths [samples]: tokens of each one of the joined data set.
 
-def weighted(sources: Sequence[TokenDataset], weights: Sequence[float], seed: int) -> list[Taken]:
-    """Of each source, samples with tokens in proportion to its weight. Raises UserError where no epoch of bearable length has them."""
-    shares = np.array(weights) / sum(weights)
-    total = sum(source.total_tokens for source in sources)
-    for length in LENGTHS:
-        chosen = [
-            _chosen(source, share * total * length, seed, number)
-            for number, (source, share) in enumerate(zip(sources, shares, strict=True))
+        Without `shuffle` every source goes through its samples as they are.
+        """
+        first, last = epoch * self.samples_per_epoch, (epoch + 1) * self.samples_per_epoch  # places in the stream
+        sources = [
+            _Stream(seed, number, start, lengths[start:stop], share, shuffle)
+            for number, (start, stop, share) in enumerate(zip(self.starts, self.starts[1:], self.shares, strict=False))
         ]
-        tokens = np.array([source.lengths[indices].sum() for source, indices in zip(sources, chosen, strict=True)])
-        if np.all(np.abs(tokens / tokens.sum() / shares - 1) <= MOST_DEVIATION):
-            return [
-                Taken(samples=source.select(indices), passes=float(count / source.total_tokens))
-                for source, indices, count in zip(sources, chosen, tokens, strict=True)
-            ]
-    got = f"weights {', '.join(f'{weight:g}' for weight in weights)} for sources of {total:,} tokens together"
-    raise UserError(
-        Problem(path="data.train", got=got, expected="more data, or weights that are less far apart: a sample is too large a part")
+        samples_per_token = sum(source.samples_per_token for source in sources)
+        margin = FIRST_MARGIN * self.samples_per_epoch / samples_per_token
+        while True:
+            begin, end = max(0.0, first / samples_per_token - margin), last / samples_per_token + margin
+            before, samples, places = zip(*(source.between(begin, end) for source in sources), strict=True)
+            skipped = first - sum(before)
+            if skipped >= 0 and sum(before) + sum(map(len, samples)) >= last:
+                merged = np.argsort(np.concatenate(places), kind="stable")
+                return np.concatenate(samples)[merged[skipped : skipped + self.samples_per_epoch]]
+            margin *= 2
+
+
+class _Stream:
+    """The samples of one source, again and again."""
+
+    def __init__(self, seed: int, number: int, start: int, lengths: np.ndarray, share: float, shuffle: bool) -> None:
+        """start: its first sample in the joined data set; lengths [samples] of its own."""
+        self.seed, self.number, self.start, self.lengths, self.share, self.shuffle = seed, number, start, lengths, share, shuffle
+        self.tokens = int(lengths.sum(dtype=np.int64))
+        self.samples_per_token = share * len(lengths) / self.tokens
+        """Of the mix."""
+
+    def between(self, begin: float, end: float) -> tuple[int, np.ndarray, np.ndarray]:
+        """How many samples have a place before the token `begin` of the mix; those that have one up to `end`, and their places."""
+        passes = range(int(begin * self.share / self.tokens), int(end * self.share / self.tokens) + 1)
+        before, samples, places = 0, [], []
+        for number in passes:
+            order = permutation(self.seed, "epoch", number, len(self.lengths), stream=self.number) if self.shuffle else None
+            lengths = self.lengths if order is None else self.lengths[order]
+            at = (number * self.tokens + np.cumsum(lengths, dtype=np.int64) - lengths / 2) / self.share
+            first, last = at.searchsorted((begin, end))
+            if number == passes[0]:
+                before = number * len(lengths) + int(first)
+            samples.append(self.start + (np.arange(first, last) if order is None else order[first:last]))
+            places.append(at[first:last])
+        return before, np.concatenate(samples), np.concatenate(places)
+
+
+def mix_of(sources: Sequence[TokenDataset], weights: Sequence[float]) -> Mix:
+    """How `joined(sources)` is mixed. Raises UserError where an epoch would not have a single sample of one of them."""
+    shares, tokens = np.array(weights) / sum(weights), np.array([source.total_tokens for source in sources])
+    passes = shares * tokens.sum() / tokens
+    samples = passes * [len(source) for source in sources]
+    if samples.min() < 1:
+        rare = int(samples.argmin())
+        listed = ", ".join(f"{weight:g}" for weight in weights)
+        got = f"{weights[rare]:g} of the weights {listed}: less than one sample in an epoch of {tokens.sum():,} tokens"
+        expected = f"{weights[rare] / samples[rare]:.2g} or more, for a sample in each epoch"
+        raise UserError(Problem(path=f"data.train[{rare}].weight", got=got, expected=expected))
+    return Mix(
+        starts=(0, *np.cumsum([len(source) for source in sources]).tolist()),
+        shares=tuple(shares.tolist()),
+        passes=tuple(passes.tolist()),
+        samples_per_epoch=round(samples.sum()),
+        documents_per_epoch=round(sum(times * source.documents for times, source in zip(passes, sources, strict=True))),
+        trained_tokens_per_epoch=round(sum(times * source.trained_tokens for times, source in zip(passes, sources, strict=True))),
     )
 
 
@@ -73,12 +131,3 @@ def _following(offsets: Sequence[np.ndarray]) -> np.ndarray:
     """Offsets of several arrays ([items + 1] each, the last one the length of the array) in the array that they make together."""
     starts = np.cumsum([0, *(each[-1] for each in offsets[:-1])])
     return np.concatenate([[0], *(each[1:] + start for each, start in zip(offsets, starts, strict=True))])
-
-
-def _chosen(source: TokenDataset, tokens: float, seed: int, number: int) -> np.ndarray:
-    """Indices of samples with about so many tokens together: all of them a number of times, and some once more."""
-    times, rest = divmod(tokens, source.total_tokens)
-    order = permutation(seed, "mix", 0, len(source), stream=number)
-    ends = np.concatenate([[0], np.cumsum(source.lengths[order])])
-    once_more = order[: int(np.argmin(np.abs(ends - rest)))]
-    return np.concatenate([np.tile(np.arange(len(source)), int(times)), np.sort(once_more)])

@@ -10,26 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-PURPOSES = {"epoch": 0, "held out": 1, "mix": 2}
+PURPOSES = {"epoch": 0, "held out": 1}
 
 
-def permutation(seed: int, purpose: Literal["epoch", "held out", "mix"], epoch: int, samples: int, *, stream: int = 0) -> np.ndarray:
+def permutation(seed: int, purpose: Literal["epoch", "held out"], epoch: int, samples: int, *, stream: int = 0) -> np.ndarray:
     """[samples] int64, each of 0 ... samples - 1 once. `stream` tells apart several of one purpose, such as those of sources."""
     entropy = [seed % 2**64, PURPOSES[purpose], epoch, *([stream] if stream else [])]
     return np.argsort(np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(samples), kind="stable")
-
-
-def interleaved(seed: int, epoch: int, lengths: np.ndarray, source_of: np.ndarray, *, shuffle: bool) -> np.ndarray:
-    """[samples] int64: every source by itself in a new order (`shuffle`) and spread evenly over the epoch, by its tokens.
-
-    lengths [samples]: tokens of each; source_of [samples]: its source. After any part of an epoch, each source has had that part of its
-    tokens, give or take half a sample.
-    """
-    place = np.empty(len(lengths))
-    for source in np.unique(source_of):
-        members = np.flatnonzero(source_of == source)
-        if shuffle:
-            members = members[permutation(seed, "epoch", epoch, len(members), stream=int(source))]
-        ends = np.cumsum(lengths[members])
-        place[members] = (ends - lengths[members] / 2) / ends[-1]
-    return np.argsort(place, kind="stable")

@@ -23,7 +23,7 @@ from framework.data.dataset import TokenDataset, chunk
 from framework.data.files import short_names
 from framework.data.handoff import hand_over, take_over
 from framework.data.ledger import Ledger, SourceCounts
-from framework.data.mix import joined, weighted
+from framework.data.mix import Mix, joined, mix_of
 from framework.data.order import permutation
 from framework.data.pack import pack
 from framework.data.source_tokens import SourceTokens, TooLong, nothing_left, source_tokens
@@ -39,8 +39,8 @@ class Prepared:
     ledger: Ledger
     stop_ids: tuple[int, ...]
     """Tokens that end a trained turn (for text: the document separator): generation has to stop at them."""
-    source_of: np.ndarray | None = None
-    """[samples] of `train`: the source of each, where sources have weights."""
+    mix: Mix | None = None
+    """Which samples of `train` an epoch has, where sources have weights; None: each once."""
     source_names: tuple[str, ...] = ()
     """Short, unique names of the sources that validation samples come from."""
     validation_source_of: np.ndarray | None = None
@@ -93,7 +93,8 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
             validation.append(_samples(aside, found, config))
         parts.append(_samples(kept, found, config))
         counted.append((found.counts, kept, 0 if aside is None else len(aside)))
-    parts = [_packed(part, config) for part in _mixed(parts, wanted, counted, seed)]
+    parts = [_packed(part, config) for part in parts]
+    mix = _mix(parts, wanted, counted)
     ledger = Ledger([_counted(counts, kept, part, held_out=aside) for (counts, kept, aside), part in zip(counted, parts, strict=True)])
     validation = [_packed(part, config) for part in validation]
     for source in named:
@@ -105,7 +106,7 @@ def prepare(config: DataConfig, tokenizer: Any, *, seed: int, show_progress: boo
         validation=joined(validation) if validation else None,
         ledger=ledger,
         stop_ids=tuple(sorted(stop_ids)),
-        source_of=_source_of(parts) if wanted and wanted[0].weight is not None else None,
+        mix=mix,
         source_names=tuple(short_names([source.path for source in named or wanted])) if validation else (),
         validation_source_of=_source_of(validation) if validation else None,
         folders=tuple(folders),
@@ -154,15 +155,15 @@ def _truncated(rows: TokenDataset, long: np.ndarray, limit: int, counts: SourceC
     return _without(short, trained_counts == 0, f"nothing to train on in the first data.max_tokens={limit} tokens", counts)
 
 
-def _mixed(parts: list[TokenDataset], wanted: list[Wanted], counted: list, seed: int) -> list[TokenDataset]:
-    """What an epoch has of each source; with weights, how often is noted in the counts."""
+def _mix(parts: list[TokenDataset], wanted: list[Wanted], counted: list) -> Mix | None:
+    """Of sources with weights; how often an epoch goes over each is noted in the counts."""
     weights = [source.weight for source in wanted if source.weight is not None]
     if not weights:
-        return parts
-    taken = weighted(parts, weights, seed)
-    for (counts, _, _), weight, part in zip(counted, weights, taken, strict=True):
-        counts.weight, counts.passes = weight, part.passes
-    return [part.samples for part in taken]
+        return None
+    mix = mix_of(parts, weights)
+    for (counts, _, _), weight, passes in zip(counted, weights, mix.passes, strict=True):
+        counts.weight, counts.passes = weight, passes
+    return mix
 
 
 def _hold_out(found: _Fitted, fraction: float, seed: int) -> tuple[TokenDataset, TokenDataset]:
@@ -183,7 +184,7 @@ def _samples(rows: TokenDataset, found: _Fitted, config: DataConfig) -> TokenDat
 
 
 def _packed(samples: TokenDataset, config: DataConfig) -> TokenDataset:
-    """After sources were mixed, each by itself: samples cannot be chosen from packs, and a pack has one source."""
+    """Each source by itself: a pack has one source."""
     return pack(samples, config.max_tokens) if config.packing else samples
 
 
@@ -193,9 +194,10 @@ def _source_of(parts: list[TokenDataset]) -> np.ndarray:
 
 
 def _counted(counts: SourceCounts, kept: TokenDataset, samples: TokenDataset, *, held_out: int) -> SourceCounts:
-    """`counts` with what training sees of the source."""
+    """`counts` with what an epoch sees of the source."""
     counts.kept, counts.held_out = len(kept), held_out
-    counts.samples, counts.tokens, counts.trained_tokens = samples.documents, samples.total_tokens, samples.trained_tokens
-    counts.packs = len(samples) if samples.is_packed else None
+    seen = (samples.documents, samples.total_tokens, samples.trained_tokens, len(samples))
+    counts.samples, counts.tokens, counts.trained_tokens, packs = (round(counts.passes * number) for number in seen)
+    counts.packs = packs if samples.is_packed else None
     counts.check()
     return counts

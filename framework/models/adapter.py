@@ -20,10 +20,11 @@ from torch import Tensor
 
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig, ModelConfig, PeftConfig
-from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, are_different, export_of_run
-from framework.models.lora import adapter_shapes, linear_layers, merged_rows, scaling, target_names
-from framework.models.pretrained import Pretrained, new_folder, open_pretrained, read_json, write_json, write_tokenizer
+from framework.models.locate import ADAPTER_CONFIG, ADAPTER_WEIGHTS, are_different, export_of_run, read_json
+from framework.models.lora import merged_rows, scaling
+from framework.models.pretrained import Pretrained, new_folder, open_pretrained, write_json, write_tokenizer
 from framework.models.safetensors_io import RangeReader, StreamWriter, read_header
+from framework.models.targets import adapter_shapes, linear_layers, target_names
 
 PREFIX = "base_model.model."
 FILE_NAMES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}

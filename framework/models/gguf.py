@@ -16,19 +16,10 @@ import torch
 from torch import Tensor
 
 from framework.config.errors import Problem, UserError
-from framework.config.schema import LlamaConfig, ModelConfig, RopeScaling
-from framework.models.architecture import check_architecture, head_dim, parameter_shapes
-from framework.models.gguf_format import Contents, TensorInfo, read_contents
+from framework.config.schema import ModelConfig
+from framework.models.architecture import head_dim, parameter_shapes
+from framework.models.gguf_format import Contents, TensorInfo, config_from_gguf, read_contents
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-NEEDED_KEYS = (
-    "embedding_length",
-    "feed_forward_length",
-    "block_count",
-    "context_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
 TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 BLOCK_NAMES = {
     "input_layernorm": "attn_norm",
@@ -85,68 +76,6 @@ def _encoded_rows(data: numpy.ndarray, info: TensorInfo) -> numpy.ndarray:
     row_bytes = info.shape[-1] // block_elements * block_bytes
     rows = prod(info.shape[:-1])
     return data[info.offset : info.offset + rows * row_bytes].reshape(rows, row_bytes)
-
-
-def config_from_gguf(contents: Contents, where: str) -> LlamaConfig:
-    """The architecture that the metadata describe. Raises UserError for what our decoder does not have."""
-    data, tensors = contents.metadata, contents.tensors
-    family = data.get("general.architecture")
-    if family not in FAMILIES:
-        expected = "one of " + ", ".join(FAMILIES)
-        raise UserError(Problem(path=where, got=f"general.architecture: {family!r}", expected=expected))
-    if experts := data.get(f"{family}.expert_count"):
-        raise UserError(Problem(path=where, got=f"{family}.expert_count: {experts}", expected="a model without experts"))
-    if "rope_freqs.weight" in tensors:
-        got = "rope_freqs.weight (Llama 3.1 rotary scaling stored as numbers)"
-        raise UserError(Problem(path=where, got=got, expected="a model without it", fix="use the model's Hugging Face folder"))
-    missing = [f"{family}.{key}" for key in NEEDED_KEYS if f"{family}.{key}" not in data]
-    missing += ["token_embd.weight"] if "token_embd.weight" not in tensors else []
-    if missing:
-        raise UserError(Problem(path=where, got=f"no {', '.join(missing)}", expected="the metadata and tensors of a whole model"))
-
-    def get(key: str, default: object = None) -> object:
-        return data.get(f"{family}.{key}", default)
-
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    dim = get("attention.key_length", hidden // heads)
-    if get("rope.dimension_count", dim) != dim:
-        got = f"{family}.rope.dimension_count: {get('rope.dimension_count')}"
-        raise UserError(Problem(path=where, got=got, expected=f"{dim}, the width of a head"))
-    config = LlamaConfig(
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
-        num_hidden_layers=get("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=get("attention.head_count_kv", heads),
-        head_dim=dim,
-        max_position_embeddings=get("context_length"),
-        rms_norm_eps=_shortest_float(get("attention.layer_norm_rms_epsilon")),
-        rope_theta=_shortest_float(get("rope.freq_base", 10000.0)),
-        rope_scaling=_rope_scaling(get, where),
-        tie_word_embeddings="output.weight" not in tensors,
-        attention_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        family=family,
-    )
-    if problems := check_architecture(config, where):
-        raise UserError(*problems)
-    return config
-
-
-def _shortest_float(value: float) -> float:
-    """GGUF stores fp32: 1e-5 reads back as 9.999999747378752e-06, which a `config.json` should not say."""
-    return float(str(numpy.float32(value)))
-
-
-def _rope_scaling(get, where: str) -> RopeScaling | None:
-    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor", 1.0)
-    if kind == "none" or factor == 1.0:
-        return None
-    if kind not in ("linear", "yarn"):
-        raise UserError(Problem(path=where, got=f"rope.scaling.type: {kind!r}", expected="none, linear or yarn"))
-    original = get("rope.scaling.original_context_length") if kind == "yarn" else None
-    return RopeScaling(kind=kind, factor=factor, original_max_position_embeddings=original)
 
 
 def _match_tensors(contents: Contents, shapes: dict[str, torch.Size], where: str) -> dict[str, TensorInfo]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -69,12 +70,34 @@ def read_template(path: str) -> str:
         raise UserError(Problem(path="model.chat_template", got=f"{path} ({why_not})", expected="a Jinja file in UTF-8")) from error
 
 
+def read_json(file: Path) -> dict:
+    """The object in a JSON file; UserError where there is none."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(Problem(path=str(file), got=f"{type(error).__name__}: {error}", expected="a JSON object")) from error
+    if not isinstance(data, dict):
+        raise UserError(Problem(path=str(file), got=f"a {type(data).__name__}", expected="a JSON object"))
+    return data
+
+
 def resolve(path: str, setting: str = "model.path", *, weights: bool = True) -> Path:
     """The local file or folder that `path` names; a hub name is downloaded once, without `weights` if they are not needed.
 
     Raises UserError when there is none.
     """
     return _local_path(path, setting) or _download(path, setting, weights)
+
+
+def on_this_machine(path: str, setting: str = "model.path") -> Path | None:
+    """As `resolve`, but None for a hub name that has not been downloaded."""
+    local = _local_path(path, setting)
+    if local is None:
+        import huggingface_hub
+
+        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
+        local = Path(cached).parent if isinstance(cached, str) else None
+    return local
 
 
 def export_of_run(path: str, setting: str = "--model") -> str:

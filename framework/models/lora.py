@@ -22,18 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.config.errors import Problem, UserError
-from framework.config.names import name_is_meant
-from framework.config.schema import LlamaConfig, PeftConfig
-from framework.config.suggest import closest
-from framework.models.architecture import parameter_shapes
+from framework.config.schema import PeftConfig
 from framework.models.llama import Linear, Llama
 from framework.models.pretrained import Pretrained
 from framework.models.quantized import QuantizedLinear, QuantizedReader
-
-ALL_LINEAR = "all-linear"
-HEAD = "lm_head"
-"""Has no adapter: the loss reads its weight without calling it."""
+from framework.models.targets import linear_layers, quantized_names, target_names
 
 
 def scaling(config: PeftConfig) -> float:
@@ -155,52 +148,6 @@ def _changed(old: Linear, config: PeftConfig, adapted: bool, quantized: bool) ->
     if adapted:
         new.reset_adapter()  # DoRA starts from the weight
     return new
-
-
-def linear_layers(architecture: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of every layer that may have an adapter, in module order."""
-    return {
-        name.removesuffix(".weight"): shape
-        for name, shape in parameter_shapes(architecture).items()
-        if name.startswith("model.layers.") and name.endswith("_proj.weight")
-    }
-
-
-def target_names(architecture: LlamaConfig, config: PeftConfig) -> list[str]:
-    """Full names of the layers that `config.targets` means, in module order. Raises UserError for a target that means none."""
-    names = list(linear_layers(architecture))
-    chosen: set[str] = set()
-    for target in config.targets:
-        found = names if target == ALL_LINEAR else [name for name in names if name_is_meant(target, name)]
-        if not found:
-            leaves = sorted({name.rpartition(".")[2] for name in names})
-            expected = f"{ALL_LINEAR}, a regular expression for whole names like {names[0]}, or one of {', '.join(leaves)}"
-            got = f"{target}, which is {'the head' if target == HEAD else 'no linear layer of this model'}"
-            near = next(iter(closest(target.rpartition(".")[2], leaves)), ALL_LINEAR)
-            mended = dict.fromkeys(near if other == target else other for other in config.targets)
-            fix = ALL_LINEAR if near == ALL_LINEAR else ",".join(mended)
-            raise UserError(Problem(path="peft.targets", got=got, expected=expected, fix=f"peft.targets=[{fix}]"))
-        chosen.update(found)
-    return [name for name in names if name in chosen]
-
-
-def quantized_names(architecture: LlamaConfig, config: PeftConfig) -> list[str]:
-    """Full names of the layers whose weight is quantised, in module order."""
-    if config.method == "none" or config.base == "float":
-        return []
-    return target_names(architecture, config) if config.quantized_layers == "adapted" else list(linear_layers(architecture))
-
-
-def adapter_shapes(architecture: LlamaConfig, config: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """Every trained parameter, in module order."""
-    layers = linear_layers(architecture)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in target_names(architecture, config):
-        outputs, inputs = layers[name]
-        shapes |= {f"{name}.lora_A": (config.rank, inputs), f"{name}.lora_B": (outputs, config.rank)}
-        if config.dora:
-            shapes[f"{name}.lora_magnitude"] = (outputs,)
-    return shapes
 
 
 class Weights(Protocol):

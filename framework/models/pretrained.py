@@ -25,7 +25,7 @@ from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig, ModelConfig
 from framework.disk import sync
 from framework.models.architecture import config_from_hf, config_to_hf, parameter_shapes
-from framework.models.locate import check_folder_or_file, is_adapter, resolve
+from framework.models.locate import check_folder_or_file, is_adapter, read_json, resolve
 from framework.models.safetensors_io import DTYPES, Entry, RangeReader, StreamWriter, read_header
 from framework.progress import progress
 
@@ -99,17 +99,6 @@ class HuggingFaceFolder:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._reader.read(self._entries[name], start, stop)
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file; UserError where there is none."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(Problem(path=str(file), got=f"{type(error).__name__}: {error}", expected="a JSON object")) from error
-    if not isinstance(data, dict):
-        raise UserError(Problem(path=str(file), got=f"a {type(data).__name__}", expected="a JSON object"))
-    return data
 
 
 def _find_tensors(folder: Path) -> dict[str, Entry]:

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from framework.config.errors import Problem, UserError
 from framework.config.names import is_meant, modules_and_name
 from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
-from framework.models.llama import Llama
-from framework.models.lora import adapter_shapes, add_adapter
+from framework.models.targets import ALL_LINEAR, adapter_shapes
+
+if TYPE_CHECKING:  # what patterns mean is known without torch
+    from torch import nn
+
+    from framework.models.llama import Llama
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -44,7 +46,11 @@ def trained_shapes(architecture: LlamaConfig, model: ModelConfig, peft: PeftConf
     if peft.method != "none":
         return adapter_shapes(architecture, peft)
     shapes = parameter_shapes(architecture)
-    frozen, problems = _not_in_last_blocks(architecture, model.train_last_n_blocks, shapes), []
+    frozen, problems = set(), []
+    try:
+        frozen |= _not_in_last_blocks(architecture, model.train_last_n_blocks, shapes)
+    except UserError as error:
+        problems += error.problems
     for index, pattern in enumerate(model.freeze):
         frozen |= (found := _meant(pattern, shapes, architecture))
         if not found:
@@ -74,6 +80,8 @@ def _not_in_last_blocks(architecture: LlamaConfig, blocks: int | None, shapes: S
 
 def choose_trained(model: Llama, config: ModelConfig, peft: PeftConfig) -> None:
     """Freeze what is not trained, and give `model` its adapters. Raises UserError as `trained_shapes` does."""
+    from framework.models.lora import add_adapter
+
     trained = trained_shapes(model.config, config, peft)
     add_adapter(model, peft)
     for name, parameter in model.named_parameters():
@@ -129,11 +137,12 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
 
 def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
     """Raises UserError, with all problems, where the recipe's patterns do not mean anything in this architecture."""
-    problems, shapes = [], parameter_shapes(architecture)
+    problems = []
     try:
         shapes = trained_shapes(architecture, recipe.model, recipe.peft)
     except UserError as error:
         problems += error.problems
+        shapes = trained_shapes(architecture, ModelConfig(), replace(recipe.peft, targets=[ALL_LINEAR]))  # for the groups' patterns
     try:
         settings_of(shapes, architecture, recipe.optimizer)
     except UserError as error:

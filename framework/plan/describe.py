@@ -6,8 +6,9 @@ from framework.config.schema import PrecisionConfig
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
 from framework.models.documents import attention_way
-from framework.models.lora import quantized_names, scaling, target_names
+from framework.models.lora import scaling
 from framework.models.selection import settings_of, trained_shapes
+from framework.models.targets import quantized_names, target_names
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5

@@ -15,9 +15,9 @@ from framework.cli.fit import plan_of
 from framework.config.schema import CheckpointConfig, PeftConfig, RecipeConfig, ZeroConfig
 from framework.data.prepare import prepare
 from framework.models.llama import Llama
-from framework.models.lora import quantized_names
 from framework.models.pretrained import load_weights, open_pretrained, write_pretrained
 from framework.models.quantized import QuantizedReader
+from framework.models.targets import quantized_names
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
 from framework.train.metrics import read_metrics, series

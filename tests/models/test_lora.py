@@ -18,8 +18,9 @@ from framework.config.errors import UserError
 from framework.config.schema import LlamaConfig, PeftConfig
 from framework.models.adapter import open_adapted, open_adapter, write_adapter
 from framework.models.llama import Llama
-from framework.models.lora import AdapterReader, LoraLinear, adapter_shapes, add_adapter, target_names
+from framework.models.lora import AdapterReader, LoraLinear, add_adapter
 from framework.models.pretrained import load_weights, open_pretrained, write_pretrained
+from framework.models.targets import adapter_shapes, target_names
 
 ARCHITECTURE = LlamaConfig(
     vocab_size=64,
@@ -201,12 +202,15 @@ def test_merged_weights_are_the_same_for_every_split_into_ranges(base: Path, tmp
         (["v_proj", "self_attn.k_prj", "k_proj"], "[v_proj,k_proj]"),
         (["nothing"], "[all-linear]"),
         (["q_proj", "lm_head"], "[all-linear]"),
+        (["q_prj", "o_proj", "gate"], "[q_proj,o_proj,gate_proj]"),
     ],
 )
-def test_a_misspelt_target_is_corrected(targets: list[str], fix: str):
+def test_misspelt_targets_are_corrected_together(targets: list[str], fix: str):
     with pytest.raises(UserError) as caught:
         target_names(ARCHITECTURE, dataclasses.replace(LORA, targets=targets))
-    assert [problem.fix for problem in caught.value.problems] == [f"peft.targets={fix}"]
+    assert {problem.fix for problem in caught.value.problems} == {f"peft.targets={fix}"}
+    known = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert [p.path for p in caught.value.problems] == [f"peft.targets[{at}]" for at, one in enumerate(targets) if one not in known]
 
 
 def test_training_goes_on_from_a_written_adapter(base: Path, tmp_path: Path):

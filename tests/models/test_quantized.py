@@ -14,9 +14,10 @@ from framework.kernels.nf4 import nf4_dequantize_reference, nf4_quantize
 from framework.kernels.quantize import dequantize_reference, quantize_reference
 from framework.models import quantized
 from framework.models.llama import Llama
-from framework.models.lora import AdapterReader, LoraLinear, QuantizedLoraLinear, add_adapter, quantized_names, row_norms
+from framework.models.lora import AdapterReader, LoraLinear, QuantizedLoraLinear, add_adapter, row_norms
 from framework.models.pretrained import load_weights, open_pretrained, write_pretrained
 from framework.models.quantized import QuantizedLinear, QuantizedReader
+from framework.models.targets import quantized_names
 from framework.zero import ZeroEngine
 
 ARCHITECTURE = LlamaConfig(

@@ -19,8 +19,8 @@ from framework.config.schema import (
     TrainerConfig,
 )
 from framework.models.llama import Llama
-from framework.models.lora import adapter_shapes
 from framework.models.selection import Settings, check_selection, choose_trained, parameter_groups, settings_of, trained_shapes
+from framework.models.targets import adapter_shapes
 
 TIED = LlamaConfig(
     vocab_size=64, hidden_size=8, intermediate_size=12, num_hidden_layers=4, num_attention_heads=2, max_position_embeddings=64,

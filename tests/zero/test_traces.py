@@ -23,7 +23,6 @@ from framework.models.llama import Llama
 from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.comm import Comm
 from framework.zero.memory import state_bytes
-from tests.zero import zoo
 
 Trace = list[tuple]
 """("gather" | "scatter" | "sum", ranks of the group, bytes that this rank sends), and ("forward" | "backward", number of a block), which
@@ -44,7 +43,8 @@ class Row(NamedTuple):
     micro_batches: int = 1
     reduces_each: bool = False
     """Whether every micro-batch reduces, or the last one for all."""
-    model: str = "Plain"
+    adapters: bool = False
+    """Whether only they are trained, over a frozen base."""
 
 
 ONE_AHEAD = {"prefetch_bytes": 1}
@@ -54,13 +54,44 @@ ROWS = {
     "stage 2": Row(ZeroConfig(stage=2), "once", "scatter"),
     "stage 3": Row(ZeroConfig(stage=3, **ONE_AHEAD), "twice", "scatter"),
     "stage 3, kept after forward": Row(ZeroConfig(stage=3, reshard_after_forward=False, **ONE_AHEAD), "kept", "scatter"),
-    "stage 1, adapters": Row(ZeroConfig(stage=1), "once", "scatter", model="LowRank"),
-    "stage 3, adapters": Row(ZeroConfig(stage=3, **ONE_AHEAD), "twice", "scatter", model="LowRank"),
+    "stage 1, adapters": Row(ZeroConfig(stage=1), "once", "scatter", adapters=True),
+    "stage 3, adapters": Row(ZeroConfig(stage=3, **ONE_AHEAD), "twice", "scatter", adapters=True),
     "stage 0, 2 micro-batches": Row(ZeroConfig(stage=0), "never", "sum", 2),
     "stage 1, 2 micro-batches": Row(ZeroConfig(stage=1), "once", "scatter", 2),
     "stage 2, 2 micro-batches": Row(ZeroConfig(stage=2), "once", "scatter", 2, reduces_each=True),
     "stage 3, 2 micro-batches": Row(ZeroConfig(stage=3, **ONE_AHEAD), "twice", "scatter", 2, reduces_each=True),
 }
+
+
+class Block(nn.Module):
+    def __init__(self, adapters: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(60, 250, bias=False), nn.Linear(250, 60, bias=False)
+        self.last = nn.Linear(60, 60, bias=False)
+        if adapters:
+            self.up.requires_grad_(False)
+            self.down.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.down(self.up(x)))
+
+
+class Model(nn.Module):
+    """Matrix products alone, which are quick on the meta device."""
+
+    def __init__(self, adapters: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(24, 60, bias=False), nn.Linear(60, 100, bias=False)
+        self.blocks = nn.ModuleList(Block(adapters) for _ in range(4))
+        if adapters:
+            self.embed.requires_grad_(False)
+            self.head.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
 
 
 # -- what is expected -------------------------------------------------------------------------------------------------------------
@@ -204,19 +235,19 @@ def trace_second_step(row: Row, world_size: int, rank: int, patch: pytest.Monkey
     """(recorded, seen by the witness, expected, the engine's sum of bytes). The first step shows the order in which blocks are used."""
     with fake_rank(rank, world_size):
         with torch.device("meta"):
-            model = zoo.MODELS[row.model]()
-            ids = torch.zeros(2, 5, dtype=torch.long)
+            model = Model(row.adapters)
+            x = torch.zeros(2, 24, dtype=torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters())
         engine = ZeroEngine(model, row.zero, PrecisionConfig(compute_dtype="bfloat16"), optimizer=optimizer, device="meta")
         trace: Trace = []
         record_calls(trace, patch)
-        record_computing(trace, model.blocks, "down_b" if row.model == "LowRank" else "down.bias")
+        record_computing(trace, model.blocks, "last.weight")
         for mode in (nullcontext(), witness := Witness()):
             trace.clear()
             before = engine.world.bytes_sent
             with mode:
                 for number in range(row.micro_batches):
-                    engine.backward(engine.module(ids), 8, last=number == row.micro_batches - 1)
+                    engine.backward(engine.module(x), 8, last=number == row.micro_batches - 1)
                 engine.step()
         return list(trace), witness.trace, Expected(row, model, "blocks.", world_size).step(), engine.world.bytes_sent - before
 
@@ -246,12 +277,9 @@ LLAMA_3_8B = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_model_of_8_billion_parameters_on_1024_ranks_follows_trace_and_plan_in_seconds(
-    stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_8_billion_parameters_on_1024_ranks_follows_trace_and_plan_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.process_time()
-    zero = ZeroConfig(stage=stage)
+    zero = ZeroConfig(stage=3)
     with fake_rank(1023, 1024):
         with torch.device("meta"):
             model = Llama(LLAMA_3_8B)
@@ -266,8 +294,7 @@ def test_a_model_of_8_billion_parameters_on_1024_ranks_follows_trace_and_plan_in
             trace.clear()
             engine.backward(engine.module(ids, ids, trained_tokens=16), 16)
             engine.step()
-        row = Row(zero, "twice" if stage == 3 else "once", "scatter")
-        assert trace == Expected(row, model, "model.layers.", 1024).step()
+        assert trace == Expected(Row(zero, "twice", "scatter"), model, "model.layers.", 1024).step()
         planned = state_bytes(
             engine.layouts, engine.policy, 1024, rank=1023, compute_itemsize=2, prefetch_bytes=zero.prefetch_bytes, messages=False
         )

@@ -53,6 +53,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same number for views of one storage, another for any other storage that is there now; meta tensors have no address to tell."""
+    return tensor.untyped_storage()._cdata
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass that is running now has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -121,6 +126,10 @@ def self_test() -> None:
             f"torch {torch.__version__} orders backward hooks differently: got {events} (outside: {outside}), "
             f"expected {expected} (outside: -1)"
         )
+
+    one, other = torch.ones(2, device="meta"), torch.ones(2, device="meta")
+    if storage_id(one) != storage_id(one[1:]) or storage_id(one) == storage_id(other):
+        raise RuntimeError(f"torch {torch.__version__}: storages are not told apart by _cdata")
 
     if is_view(torch.ones(2)) or not is_view(torch.ones(2).view(1, 2)):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._is_view answers differently")

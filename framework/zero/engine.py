@@ -101,7 +101,7 @@ class ZeroEngine:
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
         self.pool = GradPool(self.memory)
-        self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
+        self.prefetch = Prefetch(self.zero.prefetch_bytes)
         self.stop_requested = False
         """Set it on any rank (from a signal handler, say): `StepStats.stop` is positive on all ranks after the same step."""
         self.busy: Callable[[], bool] = lambda: False
@@ -202,9 +202,10 @@ class ZeroEngine:
         if self.grad_clip is not None:
             factor = factor * (self.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
-        if not in_kernel and bool(fatal):
+        looks = not in_kernel and self.device.type != "meta"  # tensors without values are traced as if all went well
+        if looks and bool(fatal):
             self._raise_not_finite(sums)
-        if in_kernel or bool(finite):
+        if not looks or bool(finite):
             self._update(factor, finite, sums)
         else:
             self.skipped_steps += 1

@@ -163,8 +163,8 @@ class ShardedOptimizer:
             yield buffer, piece, self.torch.state.get(shard, {})
 
     def state_nbytes(self, *, on_host: bool) -> int:
-        """Bytes of the optimizer state that lies in host memory, or of the rest; of a tensor that several parameters have views of, all of
-        it, once."""
+        """Bytes of the optimizer state that lies in host memory, or of the rest, without its counters; of a tensor that several parameters
+        have views of, all of it, once."""
         states = [state for buffer, _, state in self.state_pieces() if buffer.master_on_host is on_host]
-        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}.values())
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+        return sum({torch_private.storage_id(value): value.untyped_storage().nbytes() for value in values}.values())

@@ -7,39 +7,42 @@ stale: what was gathered in vain is released at the end of the pass.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-
-from framework.zero.memory import MemoryMeter
 
 if TYPE_CHECKING:
     from framework.zero.unit import Unit
 
 
 class Prefetch:
-    """The soft trace of one engine. Blocks other than the one in use hold at most `budget_bytes`, or one block."""
+    """The soft trace of one engine. Blocks gathered ahead of their use hold at most `budget_bytes`, or are one."""
 
-    def __init__(self, budget_bytes: int, meter: MemoryMeter) -> None:
-        self.budget_bytes, self._meter = budget_bytes, meter
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
         self._last: dict[bool, list[Unit]] = {True: [], False: []}
         """Order of the last finished pass, with and without gradients."""
-        self._permanent = False
-        """Whether no unit of the pass that is followed is ever released."""
-        self._now: list[Unit] = []
-        self._follows = True
         self._grad = True
+        self._forget()
 
     def begin(self) -> None:
         """A new pass: its first unit is about to be used."""
-        self._now, self._follows, self._grad = [], True, torch.is_grad_enabled()
-        self._permanent = all(unit.permanent for unit in self._last[self._grad])
+        self._forget()
+        self._grad = torch.is_grad_enabled()
+
+    def _forget(self) -> None:
+        self._now: list[Unit] = []
+        self._follows = True
+        self._ahead: dict[Unit, int] = {}
+        """What was gathered ahead and not used yet, with its bytes; `_next` is the first use that was not looked at."""
+        self._ahead_bytes = self._next = 0
 
     def end(self) -> None:
         """The pass is over; the next one of its kind follows its order."""
         if self._now:
             self._last[self._grad] = self._now
-        self._now, self._follows = [], True
+        self._forget()
 
     def use(self, unit: Unit, *, recompute: bool = False) -> None:
         """Make `unit`'s parameters usable now, and begin to gather those that will be needed next."""
@@ -48,6 +51,7 @@ class Prefetch:
             expected, position = self._last[self._grad], len(self._now)
             self._now.append(unit)
             self._follows = self._follows and position < len(expected) and expected[position] is unit
+            self._ahead_bytes -= self._ahead.pop(unit, 0)
             self.ahead()
         unit.wait()
 
@@ -55,22 +59,24 @@ class Prefetch:
         """Gather what comes next, as far as the budget allows. Called again whenever a unit was released."""
         if not (self._follows and self._now and self.budget_bytes):
             return
-        root, current = self._last[self._grad][0], self._now[-1]
-        held = self._meter.by_kind.get("gathered", 0) - root.held_bytes - (0 if current is root else current.held_bytes)
-        for unit in self._last[self._grad][len(self._now) :]:
+        expected, current = self._last[self._grad], self._now[-1]
+        self._next = max(self._next, len(self._now))
+        while self._next < len(expected):
+            unit = expected[self._next]
             if unit.is_updating:  # whether it still is depends on time, and every rank must gather in the same order
                 return
-            if not unit.needs_gather:
-                if self._permanent and unit.buffers:
-                    return  # all that follows was gathered with it
-                continue
-            cost = unit.gather_bytes
-            if cost and held and held + cost > self.budget_bytes:
-                return
-            unit.gather()
-            held += cost
+            if unit in self._ahead or (unit is current and unit.name and not self.follows_itself(unit)):
+                return  # it will be released between that use and this one
+            if unit.needs_gather:
+                if self._ahead and self._ahead_bytes + unit.gather_bytes > self.budget_bytes:
+                    return
+                unit.gather()
+            if unit is not current and unit.name and (held := unit.held_bytes):
+                self._ahead[unit] = held
+                self._ahead_bytes += held
+            self._next += 1
 
     def follows_itself(self, unit: Unit) -> bool:
         """Whether `unit` is the next block to be used again, so that releasing it would be in vain (the last block of a forward)."""
-        following = self._last[self._grad][len(self._now) :]
+        following = islice(self._last[self._grad], len(self._now), None)
         return self._follows and next((u for u in following if u.name), None) is unit

@@ -11,6 +11,11 @@ from framework.models.selection import settings_of, trained_shapes
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5
+MASTERS = {
+    "full": "fp32 master weights and gradients",
+    "remainder": "fp32 master weights (as parameter and 16 bits more) and gradients",
+    "none": "fp32 gradients, NO master weights: an update below 1/256 of a parameter may be rounded away",
+}
 ATTENTION = {"varlen": "variable-length FlashAttention", "apart": "one sample after the other", "mask": "all of a pack, masked"}
 
 
@@ -49,7 +54,7 @@ def _precision(precision: PrecisionConfig) -> str:
     if dtype == "float64":
         return dtype
     scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
-    return f"{dtype}, fp32 master weights and gradients" + (f"; loss scale {scale}" if dtype == "float16" else "")
+    return f"{dtype}, {MASTERS[precision.master_weights]}" + (f"; loss scale {scale}" if dtype == "float16" else "")
 
 
 def _packing(plan: Plan) -> str:

@@ -101,6 +101,7 @@ class Plan:
             rank=rank,
             compute_itemsize=compute,
             master_itemsize=master,
+            master_weights=self.recipe.precision.master_weights,
             optimizer_itemsize=state_values(self.recipe.optimizer) * master,
             prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",

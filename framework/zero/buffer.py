@@ -8,7 +8,8 @@ autograd does not take a gather for an in-place change of the parameters.
 
     full    compute dtype  [S * N]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
-    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory
+    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory; None where
+                                    it is bf16 `shard` and int16 `remainder` [S], or `shard` alone (`PrecisionConfig.master_weights`)
     grad_full              [S * N]  gradients as backward produces them, master dtype
     grad    master dtype   [S]      this rank's sum over micro-batches and ranks
 """
@@ -20,6 +21,8 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
+from framework.config.schema import MasterWeights
+from framework.kernels.shard import copy_master_, join_master_
 from framework.zero.comm import Comm, Handle
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
@@ -105,6 +108,7 @@ class FlatBuffer:
         tag: int,
         host: HostMemory,
         master_on_host: bool,
+        master_weights: MasterWeights,
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
         self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
@@ -142,13 +146,19 @@ class FlatBuffer:
                 self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
                 meter.add("params", self.shard.nbytes)
             meter.add("gathered", self._full_bytes)
-        self.master = self.shard
+        self.master: torch.Tensor | None = self.shard
+        self.remainder: torch.Tensor | None = None
         if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
-            if master_on_host:
-                self.master = host.zeros("master", self.shard_numel, master_dtype)
-            else:
-                self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-                meter.add("master", self.master.nbytes)
+            split = master_weights != "full" and compute_dtype is torch.bfloat16
+            self.master = None
+            if not split or master_weights == "remainder":
+                dtype = torch.int16 if split else master_dtype
+                if master_on_host:
+                    kept = host.zeros("master", self.shard_numel, dtype)
+                else:
+                    kept = torch.zeros(self.shard_numel, dtype=dtype, device=device)
+                    meter.add("master", kept.nbytes)
+                self.master, self.remainder = (None, kept) if split else (kept, None)
         self._gathering: Handle | None = None
 
         self.grad: torch.Tensor | None = None
@@ -195,6 +205,33 @@ class FlatBuffer:
     def pieces(self) -> list[Piece]:
         """The parts of parameters that this rank owns, located in `shard`, `master` and `grad`."""
         return self.layout.pieces(self.start, self.start + self.shard_numel)
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where masters and optimizer state lie."""
+        return torch.device("cpu") if self.master_on_host else self.full.device
+
+    def masters(self) -> torch.Tensor:
+        """This rank's parameters as they are updated [S], in the master dtype; new where no tensor holds them. Frozen ones as they are."""
+        if self.master is not None:
+            return self.master
+        return self.write_masters(0, torch.empty(self.shard_numel, dtype=self.master_dtype, device=self.state_device))
+
+    def write_masters(self, start: int, out: torch.Tensor) -> torch.Tensor:
+        """Write those from element `start` on to `out`, where they are no tensor of their own."""
+        at = slice(start, start + out.numel())
+        return join_master_(out, self.shard[at], self._remainder_of(at))
+
+    def set_masters(self, start: int, values: torch.Tensor) -> None:
+        """Change those from element `start` on; `publish` follows."""
+        at = slice(start, start + values.numel())
+        if self.master is not None:
+            self.master[at].copy_(values)
+        else:
+            copy_master_(self.shard[at], values.to(self.state_device, self.master_dtype), self._remainder_of(at))
+
+    def _remainder_of(self, at: slice) -> torch.Tensor | None:
+        return None if self.remainder is None else self.remainder[at]
 
     @property
     def is_written_with_master(self) -> bool:
@@ -266,8 +303,8 @@ class FlatBuffer:
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
-        if self.master is not self.shard and not written:
-            self.shard.copy_(self.master)
+        if self.master is not None and self.master is not self.shard and not written:
+            copy_master_(self.shard, self.master)
         self._outdate()
 
     def _outdate(self) -> None:

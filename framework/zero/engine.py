@@ -35,7 +35,7 @@ from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, SHARDED, offloaded, policy_of
+from framework.zero.policy import FULL, SHARDED, check_master_weights, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -48,8 +48,8 @@ class ZeroEngine:
         module: real (rank 0's values are taken) or on the meta device (then filled by `read`, or by seeded `reset_parameters`).
             Its parameters stay the same objects unless they were on the meta device.
         zero: stage and prefetching.
-        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64), and for
-            float16 the loss is scaled.
+        precision: data type of parameters in forward and backward, and how masters are kept; gradient sums are fp32 (fp64 for float64),
+            and for float16 the loss is scaled.
         offload: which model state lies in host memory.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
@@ -83,7 +83,7 @@ class ZeroEngine:
         self.module, self.zero = module, zero or ZeroConfig()
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
-        precision = precision or PrecisionConfig()
+        self._precision = precision = precision or PrecisionConfig()
         self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
@@ -99,6 +99,8 @@ class ZeroEngine:
         self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
+        if precision.master_weights != "full":
+            check_master_weights(precision, self._host.config)
         self.pool = GradPool(self.memory)
         self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
         self.stop_requested = False
@@ -444,6 +446,7 @@ class ZeroEngine:
                 tag=2 * len(self.buffers),
                 host=self._host,
                 master_on_host=layout in self._on_host,
+                master_weights=self._precision.master_weights,
             )
             old = [originals[slot.name] for slot in layout.slots]
             if any(p.is_meta for p in old) and self.device.type != "meta":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from framework.config.schema import OffloadConfig
+from framework.config.schema import MasterWeights, OffloadConfig
 from framework.zero.layout import UnitLayout
 from framework.zero.policy import FULL, SHARDED, WORKERS, Policy, offloaded
 
@@ -61,6 +61,7 @@ def state_bytes(
     rank: int = 0,
     compute_itemsize: int,
     master_itemsize: int = 4,
+    master_weights: MasterWeights = "full",
     optimizer_itemsize: int = 8,
     prefetch_bytes: int = 0,
     messages: bool = False,
@@ -88,7 +89,7 @@ def state_bytes(
             continue
         grads += master_itemsize * (full if policy.grads is FULL else shard)
         has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
-        masters = master_itemsize * shard if has_master else 0
+        masters = {"full": master_itemsize, "remainder": 2, "none": 0}[master_weights] * shard if has_master else 0
         moments = optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
         if offloads[layout]:
             host += masters + moments

@@ -100,6 +100,8 @@ class HostUpdates:
             grad = staging.grad[:numel]
             with _on(staging.stream, ready):
                 grad.copy_(buffer.grad[extent], non_blocking=True)
+                if buffer.master is None and not buffer.shard_on_host:
+                    staging.copy[:numel].copy_(buffer.shard[extent], non_blocking=True)  # the update reads it, too
                 factor = factor.to("cpu", copy=True)  # waits for the copy before it, too
             if not torch.isfinite(factor):
                 return None

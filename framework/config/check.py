@@ -48,6 +48,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_offload(recipe.offload, recipe.zero),
         *_precision(recipe.precision),
         *_master_weights(recipe),
+        *_fp32_modules(recipe.precision),
         *_checkpoint(recipe),
         *_optimizer(recipe.optimizer),
         *_trainer(recipe.trainer),
@@ -258,6 +259,15 @@ def _master_weights(recipe: RecipeConfig) -> Iterator[Problem]:
     if offload.params != "none" and (offload.optimizer == "none" or offload.fraction < 1):
         got = f"{kept} with parameters in host memory and optimizer state on the device"
         yield Problem(path=path, got=got, expected="full, or both in one place", fix="offload=all")
+
+
+def _fp32_modules(precision: PrecisionConfig) -> Iterator[Problem]:
+    for index, pattern in enumerate(precision.fp32_modules):
+        expected, fix = "the name of a module or a regular expression", "precision.fp32_modules=[norm]"
+        yield from _pattern(f"precision.fp32_modules[{index}]", pattern, expected, fix)
+    if precision.fp32_modules and precision.compute_dtype not in ("bfloat16", "float16"):
+        got = f"{precision.fp32_modules} with precision.compute_dtype={precision.compute_dtype}, in which everything computes"
+        yield Problem(path="precision.fp32_modules", got=got, expected="none of them, or precision=bf16", fix="precision.fp32_modules=[]")
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from typing import Protocol
 
 import torch
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from framework.config.errors import Problem, UserError
+from framework.config.names import name_is_meant
 from framework.config.schema import LlamaConfig, PeftConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
@@ -201,11 +201,6 @@ def adapter_shapes(architecture: LlamaConfig, config: PeftConfig) -> dict[str, t
         if config.dora:
             shapes[f"{name}.lora_magnitude"] = (outputs,)
     return shapes
-
-
-def name_is_meant(pattern: str, name: str) -> bool:
-    """Whether `pattern` is the last words of `name` or a regular expression for the whole of it."""
-    return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
 
 
 class Weights(Protocol):

@@ -13,18 +13,19 @@ embedding.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from framework.config.errors import Problem, UserError
+from framework.config.names import name_is_meant
 from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Llama
-from framework.models.lora import adapter_shapes, add_adapter, name_is_meant
+from framework.models.lora import adapter_shapes, add_adapter
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -137,8 +138,21 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
         settings_of(shapes, architecture, recipe.optimizer)
     except UserError as error:
         problems += error.problems
+    problems += _not_modules("precision.fp32_modules", recipe.precision.fp32_modules, architecture)
     if problems:
         raise UserError(*problems)
+
+
+def _not_modules(setting: str, patterns: Sequence[str], architecture: LlamaConfig) -> Iterator[Problem]:
+    """A problem for every pattern that means no module."""
+    shapes = parameter_shapes(architecture)
+    named = (inside for name in shapes for inside in _modules_and_name(name, architecture))
+    modules = dict.fromkeys(inside for inside in named if inside not in shapes and inside != HEAD)
+    for index, pattern in enumerate(patterns):
+        if not any(name_is_meant(pattern, module) for module in modules):
+            expected, near = _names(pattern, modules, architecture)
+            fix = f"{setting}=[{','.join([*patterns[:index], near, *patterns[index + 1 :]])}]" if near else ""
+            yield Problem(path=f"{setting}[{index}]", got=f"{pattern}, which is no module of this model", expected=expected, fix=fix)
 
 
 def block_of(name: str) -> int | None:
@@ -158,7 +172,7 @@ def _modules_and_name(name: str, architecture: LlamaConfig) -> list[str]:
     return [".".join(words[: count + 1]) for words in (one.split(".") for one in names) for count in range(len(words))]
 
 
-def _names(pattern: str, names: Shapes, architecture: LlamaConfig) -> tuple[str, str]:
+def _names(pattern: str, names: Iterable[str], architecture: LlamaConfig) -> tuple[str, str]:
     """What patterns there could be, in words, and the one that `pattern` may have meant."""
     parts = [inside.rpartition(".")[2] for name in names for inside in _modules_and_name(name, architecture)]
     words = [word for word in dict.fromkeys(parts) if not word.isdigit()]

@@ -61,8 +61,8 @@ class HeldModule:
         self.share_buffers()
         engine = self.engine
         engine.flush()
-        for unit in engine.units:
-            unit.remove_hooks()
+        for hooked in (*engine.units, *engine.boundaries):
+            hooked.remove_hooks()
         for table, key in self._root_hooks:
             table.pop(key, None)
             self.sharded._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -31,8 +31,8 @@ from framework.zero.policy import FULL, SHARDED, Policy
 
 
 class GradPool:
-    """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own. At most two reductions are
-    under way; the next one waits for the older.
+    """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own, and so have modules in fp32, of
+    which a block has a second buffer. At most two reductions of a kind are under way; the next one waits for the older.
 
     Gaps and padding must be zero: they are when a buffer is made, only parameters are written into it, and it is zeroed when a block with
     another layout takes it over.
@@ -40,23 +40,24 @@ class GradPool:
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
-        self._block_numel = 0
-        self._free: dict[int, list[tuple[torch.Tensor, tuple]]] = {}
-        """By elements: (buffer, extents of the layout that it was last used for)."""
+        self._block_numel = {False: 0, True: 0}
+        """By `layout.fp32`."""
+        self._free: dict[tuple[bool, int], list[tuple[torch.Tensor, tuple]]] = {}
+        """By `layout.fp32` and elements: (buffer, extents of the layout that it was last used for)."""
         self._in_use: dict[FlatBuffer, torch.Tensor] = {}
         self._reducing: list[FlatBuffer] = []
 
     def expect(self, buffer: FlatBuffer) -> None:
         """`buffer` is going to ask; called for all of them before the first asks."""
         if buffer.layout.unit:
-            self._block_numel = max(self._block_numel, buffer.padded)
+            self._block_numel[buffer.layout.fp32] = max(self._block_numel[buffer.layout.fp32], buffer.padded)
 
     def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
         """Room for the gradients of `buffer` [S * N], with arbitrary values where its parameters lie."""
-        numel = self._block_numel if buffer.layout.unit else buffer.padded
-        free = self._free.setdefault(numel, [])
+        numel = self._block_numel[buffer.layout.fp32] if buffer.layout.unit else buffer.padded
+        free = self._free.setdefault((buffer.layout.fp32, numel), [])
         if not free:
-            self.finish(keep=1)
+            self._finish_all_but_one(buffer.layout.fp32)
         if free:
             flat, extents = free.pop()
         else:
@@ -70,16 +71,22 @@ class GradPool:
 
     def release(self, buffer: FlatBuffer) -> None:
         flat = self._in_use.pop(buffer)
-        self._free[flat.numel()].append((flat, buffer.extents))
+        self._free[buffer.layout.fp32, flat.numel()].append((flat, buffer.extents))
 
     def started(self, buffer: FlatBuffer) -> None:
         """`buffer`'s reduction is under way."""
-        self.finish(keep=1)
+        self._finish_all_but_one(buffer.layout.fp32)
         self._reducing.append(buffer)
 
-    def finish(self, keep: int = 0) -> None:
-        """Wait for the reductions under way, oldest first, until `keep` of them are left."""
-        while len(self._reducing) > keep:
+    def _finish_all_but_one(self, fp32: bool) -> None:
+        """Wait for the reductions of one kind, oldest first, until the newest is left."""
+        for older in [buffer for buffer in self._reducing if buffer.layout.fp32 is fp32][:-1]:
+            self._reducing.remove(older)
+            older.finish_reduce()
+
+    def finish(self) -> None:
+        """Wait for the reductions under way."""
+        while self._reducing:
             self._reducing.pop(0).finish_reduce()
 
     def drop(self) -> None:
@@ -112,7 +119,8 @@ class FlatBuffer:
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
         self.shard_comm, self.replicate_comm = shard_comm, replicate_comm
-        compute_dtype, master_dtype = layout.integer or compute_dtype, layout.integer or master_dtype
+        compute_dtype = torch.float32 if layout.fp32 else layout.integer or compute_dtype
+        master_dtype = layout.integer or master_dtype
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.shard_numel = layout.shard_numel(shard_comm.size)
         self.padded = layout.padded(shard_comm.size)

@@ -29,7 +29,8 @@ from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
-from framework.zero.layout import INTEGERS, Slot, UnitLayout, plan_units
+from framework.zero.fp32_modules import find_fp32_modules, guard, parameters_of
+from framework.zero.layout import INTEGERS, Slot, UnitLayout, find_units, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
@@ -129,7 +130,11 @@ class ZeroEngine:
                 f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
                 "buffer"
             )
-        self.layouts = plan_units(module)
+        units, in_fp32 = find_units(module), find_fp32_modules(module, precision.fp32_modules)
+        if in_fp32 and self.compute_dtype.itemsize != 2:
+            raise ValueError(f"fp32_modules={precision.fp32_modules} are for bfloat16 and float16, got {precision.compute_dtype}")
+        self.layouts = plan_units(module, units, parameters_of(in_fp32.values()))
+        self.boundaries = guard(module, in_fp32, units, self.compute_dtype)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
         self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}

@@ -88,22 +88,25 @@ def state_bytes(
         if not layout.requires_grad:
             continue
         grads += master_itemsize * (full if policy.grads is FULL else shard)
-        has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
-        masters = {"full": master_itemsize, "remainder": 2, "none": 0}[master_weights] * shard if has_master else 0
+        has_master = layout.itemsize(compute_itemsize) != master_itemsize or offloads[layout] is not params_on_host
+        kept = "full" if layout.fp32 else master_weights
+        masters = {"full": master_itemsize, "remainder": 2, "none": 0}[kept] * shard if has_master else 0
         moments = optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
         if offloads[layout]:
             host += masters + moments
         else:
             master, optimizer = master + masters, optimizer + moments
-    staged = [layout.shard_numel(shards) for layout in trained if offloads[layout]]
+    staged = [layout for layout in trained if offloads[layout]]
     if staged:
-        host += min(WORKERS, len(staged)) * max(staged) * (master_itemsize + (0 if params_on_host else compute_itemsize))
+        gradients = max(layout.shard_numel(shards) for layout in staged) * master_itemsize
+        copies = max(0 if params_on_host else layout.shard_numel(shards) * layout.itemsize(compute_itemsize) for layout in staged)
+        host += min(WORKERS, len(staged)) * (gradients + copies)
 
     def gathered(unit: UnitLayout) -> int:
         return sum(layout.itemsize(compute_itemsize) * layout.padded(shards) for layout in unit.layouts)
 
-    def reducing(unit: UnitLayout) -> int:
-        return master_itemsize * sum(layout.padded(shards) for layout in unit.layouts if layout.requires_grad)
+    def reducing(unit: UnitLayout, fp32: tuple[bool, ...] = (False, True)) -> int:
+        return master_itemsize * sum(layout.padded(shards) for layout in unit.layouts if layout.requires_grad and layout.fp32 in fp32)
 
     def received(unit: UnitLayout) -> int:
         if not messages:
@@ -116,7 +119,8 @@ def state_bytes(
         return max((measure(block) for block in blocks), default=0)
 
     ring = min(2, len(blocks))
-    always = reducing(root) + ring * largest(reducing) if policy.grads is SHARDED else 0
+    rooms = largest(lambda block: reducing(block, (False,))) + largest(lambda block: reducing(block, (True,)))
+    always = reducing(root) + ring * rooms if policy.grads is SHARDED else 0
     ahead = 0
     if policy.params_at_rest is SHARDED:
         always += gathered(root)

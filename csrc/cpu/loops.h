@@ -10,7 +10,7 @@
 
 /* One optimizer call, the same for all ranges and threads. */
 struct Shard {
-    float* master; /* NULL: the master is copy and remainder */
+    float* master; /* NULL: the master is copy and remainder, or, where that is NULL, the copy alone */
     uint16_t* remainder;
     float* state[2]; /* moments; NULL where there is none */
     const void* grad;

@@ -20,6 +20,12 @@ struct WholeMaster {
     FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { write(shard.master + i, p); }
 };
 
+/* The bits of the bf16 copy in the low halves: nearest, ties away from zero. The same wherever the rest of the master is kept, so that
+ * keeping it elsewhere, or not at all, changes no copy; ties to even would leave a remainder of +32768, which does not fit. */
+FW_INLINE Bits bits_of(Floats p) { return p != p ? Bits{} + 0x7fc00000u : (Bits)p; }
+FW_INLINE Bits copy_of(Bits bits) { return (bits + 0x8000u) >> 16; }
+FW_INLINE Halves rounded_copy(Floats p) { return narrow(copy_of(bits_of(p))); }
+
 FW_INLINE Floats join(Halves copy, Halves remainder) {
     const Bits low = (Bits)((Ints)(widen(remainder) << 16) >> 16); /* sign-extended */
     return (Floats)((widen(copy) << 16) + low);
@@ -34,11 +40,16 @@ struct SplitMaster {
         return join(read<Halves>((const uint16_t*)shard.copy + i), read<Halves>(shard.remainder + i));
     }
     FW_INLINE void store(const Shard& shard, int64_t i, Floats p) {
-        const Bits bits = p != p ? Bits{} + 0x7fc00000u : (Bits)p;
-        const Bits copy = (bits + 0x8000u) >> 16; /* ties away from zero: the remainder is within [-32768, 32767] */
+        const Bits bits = bits_of(p), copy = copy_of(bits); /* the remainder is within [-32768, 32767] */
         write((uint16_t*)shard.copy + i, narrow(copy));
         write(shard.remainder + i, narrow((bits - (copy << 16)) & 0xffffu));
     }
+};
+
+/* The bf16 parameter itself: what it is rounded by is lost. */
+struct NoMaster {
+    FW_INLINE Floats load(const Shard& shard, int64_t i) { return (Floats)(widen(read<Halves>((const uint16_t*)shard.copy + i)) << 16); }
+    FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { write((uint16_t*)shard.copy + i, rounded_copy(p)); }
 };
 
 /* ---- which copy is written besides */
@@ -49,9 +60,12 @@ template <class Dtype>
 struct Copy {
     FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { FW_ISA::store<Dtype>(shard.copy, i, p); }
 };
-template <class Dtype>
-struct StreamedCopy { /* 16-bit dtypes */
-    FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { stream((uint16_t*)shard.copy + i, Access<Dtype>::round(p)); }
+template <>
+struct Copy<BF16> {
+    FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { write((uint16_t*)shard.copy + i, rounded_copy(p)); }
+};
+struct StreamedCopy { /* bf16 */
+    FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { stream((uint16_t*)shard.copy + i, rounded_copy(p)); }
 };
 
 /* Dtypes that are looked up for every vector: well predicted, a few percent slower, and one loop in place of nine. */
@@ -69,9 +83,9 @@ struct Grad {
 struct AnyCopy {
     FW_INLINE void store(const Shard& shard, int64_t i, Floats p) {
         if (!shard.copy) return;
-        if (shard.copy_dtype == FW_F32) return FW_ISA::store<F32>(shard.copy, i, p);
-        if (shard.copy_dtype == FW_BF16) return FW_ISA::store<BF16>(shard.copy, i, p);
-        FW_ISA::store<F16>(shard.copy, i, p);
+        if (shard.copy_dtype == FW_F32) return Copy<F32>::store(shard, i, p);
+        if (shard.copy_dtype == FW_BF16) return Copy<BF16>::store(shard, i, p);
+        Copy<F16>::store(shard, i, p);
     }
 };
 
@@ -204,23 +218,24 @@ static void update(const Shard& shared_shard, const Rule& shared_rule, float fac
     }
 }
 
-template <class GradIn, class Dtype, class Rule>
-static void update_and_copy(const Shard& shard, const Rule& rule, float factor, int64_t start, int64_t stop) {
-    if (!shard.stream_copy) return update<GradIn, WholeMaster, Copy<Dtype>>(shard, rule, factor, start, stop);
+template <class GradIn, class Rule>
+static void update_and_copy_bf16(const Shard& shard, const Rule& rule, float factor, int64_t start, int64_t stop) {
+    if (!shard.stream_copy) return update<GradIn, WholeMaster, Copy<BF16>>(shard, rule, factor, start, stop);
     const int64_t aligned = start + until_streamable((const uint16_t*)shard.copy + start, stop - start);
     const int64_t whole = aligned + (stop - aligned) / kLanes * kLanes;
-    update<GradIn, WholeMaster, Copy<Dtype>>(shard, rule, factor, start, aligned);
-    update<GradIn, WholeMaster, StreamedCopy<Dtype>>(shard, rule, factor, aligned, whole);
+    update<GradIn, WholeMaster, Copy<BF16>>(shard, rule, factor, start, aligned);
+    update<GradIn, WholeMaster, StreamedCopy>(shard, rule, factor, aligned, whole);
     end_of_streaming();
-    update<GradIn, WholeMaster, Copy<Dtype>>(shard, rule, factor, whole, stop);
+    update<GradIn, WholeMaster, Copy<BF16>>(shard, rule, factor, whole, stop);
 }
 
 /* For the dtypes of mixed-precision training a loop each, for others one with dtypes looked up in it. */
 template <class GradIn, class Rule>
 static void update_fast(const Shard& shard, const Rule& rule, float factor, int64_t start, int64_t stop) {
     if (shard.remainder) return update<GradIn, SplitMaster, NoCopy>(shard, rule, factor, start, stop);
+    if (!shard.master) return update<GradIn, NoMaster, NoCopy>(shard, rule, factor, start, stop);
     if (!shard.copy) return update<GradIn, WholeMaster, NoCopy>(shard, rule, factor, start, stop);
-    if (shard.copy_dtype == FW_BF16) return update_and_copy<GradIn, BF16>(shard, rule, factor, start, stop);
+    if (shard.copy_dtype == FW_BF16) return update_and_copy_bf16<GradIn>(shard, rule, factor, start, stop);
     update<GradIn, WholeMaster, AnyCopy>(shard, rule, factor, start, stop);
 }
 
@@ -235,6 +250,7 @@ template <class Rule, class Settings>
 static void update_any(const Shard& shard, const Settings& settings, int64_t start, int64_t stop) {
     const Rule rule(settings);
     if (shard.remainder) return update<AnyGrad, SplitMaster, NoCopy>(shard, rule, settings.grad_factor, start, stop);
+    if (!shard.master) return update<AnyGrad, NoMaster, NoCopy>(shard, rule, settings.grad_factor, start, stop);
     update<AnyGrad, WholeMaster, AnyCopy>(shard, rule, settings.grad_factor, start, stop);
 }
 
@@ -268,7 +284,7 @@ struct MoveRule {
 
 static void move(const Shard& shard, int64_t start, int64_t stop) {
     if (shard.grad_dtype == FW_F32) return update<Grad<F32>, WholeMaster, NoCopy>(shard, MoveRule{}, 0.f, start, stop);
-    update_and_copy<Grad<BF16>, BF16>(shard, MoveRule{}, 0.f, start, stop);
+    update_and_copy_bf16<Grad<BF16>>(shard, MoveRule{}, 0.f, start, stop);
 }
 
 }  // namespace FW_ISA

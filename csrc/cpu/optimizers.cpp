@@ -33,9 +33,10 @@ bool wants_quantized(const fw_copies* copies) { return copies && copies->quantiz
 bool valid(const Shard& shard, const fw_copies* copies, const fw_range* ranges, int64_t n_ranges) {
     if (n_ranges < 0 || (n_ranges > 0 && !ranges) || !ascending(ranges, n_ranges)) return false;
     if (!known(shard.grad_dtype) || (shard.copy && !known(shard.copy_dtype))) return false;
-    if ((shard.master == nullptr) == (shard.remainder == nullptr)) return false;
-    if (shard.remainder && (!shard.copy || shard.copy_dtype != FW_BF16)) return false;
+    if (shard.master && shard.remainder) return false;
+    if (!shard.master && (!shard.copy || shard.copy_dtype != FW_BF16)) return false;
     if (!wants_quantized(copies)) return true;
+    if (!shard.master && !shard.remainder) return false;
     const bool whole_bytes = copies->bits == 8 || (copies->bits == 4 && copies->block % 2 == 0);
     return copies->scales && copies->block > 0 && copies->block <= FW_LARGEST_FUSED_BLOCK && whole_bytes;
 }

@@ -36,7 +36,7 @@ struct Shard {
 
 static __device__ __forceinline__ bool is_finite(float x) { return x - x == 0.0f; }
 
-// ---- a parameter as bf16 copy and remainder: bits = (copy << 16) + (int16)remainder
+// ---- a parameter as bf16 copy and remainder: bits = (copy << 16) + (int16)remainder. The copy is the same where the remainder is not kept.
 static __device__ __forceinline__ float joined(float copy, uint16_t remainder) {
   const int low = static_cast<int16_t>(remainder);
   return __uint_as_float(__float_as_uint(copy) + static_cast<uint32_t>(low));
@@ -56,6 +56,7 @@ static __device__ __forceinline__ void load_master(const Shard& shard, const Spa
     return;
   }
   load_group<kVector>(static_cast<const bf16*>(shard.copy), span, p);
+  if (!shard.remainder) return;
   uint16_t remainder[kGroup];
   if (kVector && span.whole()) {
     const uint4 four = *reinterpret_cast<const uint4*>(shard.remainder + span.first);
@@ -74,8 +75,8 @@ template <bool kVector>
 static __device__ __forceinline__ void store_master(const Shard& shard, const Span& span, const float (&p)[kGroup]) {
   if (shard.master) {
     store_group<kVector>(shard.master, span, p);
-    if (shard.copy) store_group<kVector>(shard.copy, shard.copy_dtype, span, p);
-    return;
+    if (shard.copy && shard.copy_dtype != FW_BF16) store_group<kVector>(shard.copy, shard.copy_dtype, span, p);
+    if (!shard.copy || shard.copy_dtype != FW_BF16) return;
   }
   uint16_t copies[kGroup], remainders[kGroup];
 #pragma unroll
@@ -89,12 +90,15 @@ static __device__ __forceinline__ void store_master(const Shard& shard, const Sp
       low[i] = remainders[2 * i] | static_cast<uint32_t>(remainders[2 * i + 1]) << 16;
     }
     *reinterpret_cast<uint4*>(copy + span.first) = uint4{high[0], high[1], high[2], high[3]};
-    *reinterpret_cast<uint4*>(shard.remainder + span.first) = uint4{low[0], low[1], low[2], low[3]};
+    if (shard.remainder) *reinterpret_cast<uint4*>(shard.remainder + span.first) = uint4{low[0], low[1], low[2], low[3]};
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kGroup; i++)
-    if (span.wants(i)) copy[span.first + i] = copies[i], shard.remainder[span.first + i] = remainders[i];
+  for (int i = 0; i < kGroup; i++) {
+    if (!span.wants(i)) continue;
+    copy[span.first + i] = copies[i];
+    if (shard.remainder) shard.remainder[span.first + i] = remainders[i];
+  }
 }
 
 // Which range of the table does tile number `tile` belong to?
@@ -182,8 +186,9 @@ static int run_optimizer(const Shard& shard, const fw_copies* copies, const fw_r
   const fw_copies& wanted = copies ? *copies : none;
   if (!is_dtype(shard.grad_dtype) || count < 0 || !are_ranges(ranges, count)) return FW_INVALID;
   if (wanted.data && !is_dtype(wanted.dtype)) return FW_INVALID;
-  if (!shard.master && !(shard.remainder && wanted.data && wanted.dtype == FW_BF16)) return FW_INVALID;
+  if (!shard.master && !(wanted.data && wanted.dtype == FW_BF16)) return FW_INVALID;
   if (shard.master && shard.remainder) return FW_INVALID;
+  if (!shard.master && !shard.remainder && wanted.quantized) return FW_INVALID;
   if (wanted.quantized && !is_quantization(wanted.bits, wanted.block)) return FW_INVALID;
   if (wanted.quantized && !wanted.scales) return FW_INVALID;
   const bool vector = aligned_to_16(shard.master, shard.remainder, shard.state[0], shard.state[1], shard.grad, shard.copy);

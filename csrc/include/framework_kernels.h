@@ -64,8 +64,10 @@ FW_API int fw_set_threads(int threads);
  *
  * master: fp32 parameters, read and written. Or, to save 2 bytes per parameter, master is NULL and remainder (uint16_t) is given: the fp32
  * bits of a parameter are then  (copies->data << 16) + (int16_t)remainder,  where copies->data is the bf16 compute copy (copies->dtype must
- * be FW_BF16). The split loses nothing. The copy is the master rounded to nearest with ties away from zero: ties to even would
- * leave a remainder of +32768, which does not fit.
+ * be FW_BF16). The split loses nothing. Or both are NULL: the bf16 copy is all there is of a parameter, and what it is rounded by is lost
+ * (copies->quantized must be NULL then).
+ * A bf16 copy is in every case the updated fp32 value rounded to nearest with ties away from zero: ties to even would leave a remainder of
+ * +32768, which does not fit. (Copies in fp16 round ties to even.)
  *
  * Betas, eps, momentum and dampening are doubles because 1 - beta is wanted: in float, 1 - 0.999f is off by 1.3e-5.
  */

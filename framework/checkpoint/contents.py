@@ -9,8 +9,9 @@ Unusual: state that is replicated over ranks is taken in equal shares, so that e
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class FlatTensor:
     dtype: torch.dtype
     sources: list[tuple[int, Tensor]]
     """(where in the flat space it begins, 1-D tensor) in order; zeros lie between."""
+    write_into: Callable[[Tensor], object] | None = None
+    """Gives the values in the place of `sources`, where they are no tensor of that dtype."""
 
     @property
     def nbytes(self) -> int:
@@ -43,6 +46,9 @@ class FlatTensor:
 
     def copy_into(self, out: Tensor) -> None:
         """Fill `out` [stop - start] in host memory. From a GPU into pinned memory this returns before the copy has been made."""
+        if self.write_into is not None:
+            self.write_into(out)
+            return
         at = 0
         for begin, source in self.sources:
             low, high = begin - self.start, begin - self.start + source.numel()
@@ -86,8 +92,11 @@ def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[
     start, stop = _extent(buffer)
     if start == stop:
         return
-    own = {"start": start, "stop": stop, "dtype": buffer.master.dtype}
-    yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[start - buffer.start : stop - buffer.start])], **own)
+    own, first = {"start": start, "stop": stop, "dtype": buffer.master_dtype}, start - buffer.start
+    if buffer.master is None:
+        yield FlatTensor(name=f"{number}/{MASTER}", sources=[], write_into=partial(buffer.write_masters, first), **own)
+    else:
+        yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[first : stop - buffer.start])], **own)
     for key in sorted({key for _, flat, _ in states for key in flat}):
         sources = []
         for piece, flat, _ in states:

@@ -47,6 +47,8 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_zero(recipe),
         *_offload(recipe.offload, recipe.zero),
         *_precision(recipe.precision),
+        *_master_weights(recipe),
+        *_fp32_modules(recipe.precision),
         *_checkpoint(recipe),
         *_optimizer(recipe.optimizer),
         *_trainer(recipe.trainer),
@@ -241,6 +243,31 @@ def _precision(precision: PrecisionConfig) -> Iterator[Problem]:
         yield Problem(path="precision.initial_loss_scale", got=got, expected="the least scale or more", fix=fix)
     yield from _at_least("precision.loss_scale_window", precision.loss_scale_window, 1)
     yield from _at_least("precision.loss_scale_hysteresis", precision.loss_scale_hysteresis, 1)
+
+
+def _master_weights(recipe: RecipeConfig) -> Iterator[Problem]:
+    kept, dtype, offload = recipe.precision.master_weights, recipe.precision.compute_dtype, recipe.offload
+    if kept == "full":
+        return
+    path, fix = "precision.master_weights", "precision.master_weights=full"
+    if dtype != "bfloat16":
+        got = f"{kept} with precision.compute_dtype={dtype}"
+        yield Problem(path=path, got=got, expected="full, or bfloat16, the upper half of an fp32 number", fix=fix)
+    if recipe.optimizer.name not in ("adamw", "lion", "sgd"):
+        got = f"{kept} with {recipe.optimizer.name}, which is torch's own and updates fp32 tensors"
+        yield Problem(path=path, got=got, expected="full, or adamw, lion or sgd", fix=fix)
+    if offload.params != "none" and (offload.optimizer == "none" or offload.fraction < 1):
+        got = f"{kept} with parameters in host memory and optimizer state on the device"
+        yield Problem(path=path, got=got, expected="full, or both in one place", fix="offload=all")
+
+
+def _fp32_modules(precision: PrecisionConfig) -> Iterator[Problem]:
+    for index, pattern in enumerate(precision.fp32_modules):
+        expected, fix = "the name of a module or a regular expression", "precision.fp32_modules=[norm]"
+        yield from _pattern(f"precision.fp32_modules[{index}]", pattern, expected, fix)
+    if precision.fp32_modules and precision.compute_dtype not in ("bfloat16", "float16"):
+        got = f"{precision.fp32_modules} with precision.compute_dtype={precision.compute_dtype}, in which everything computes"
+        yield Problem(path="precision.fp32_modules", got=got, expected="none of them, or precision=bf16", fix="precision.fp32_modules=[]")
 
 
 def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:

@@ -270,12 +270,23 @@ class OffloadConfig:
     """optimizer: share of the trained parameters, to whole blocks, the last ones of the model; the others' stay on the device."""
 
 
+MasterWeights = Literal["full", "remainder", "none"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Group `precision`: data types of computation. Gradients are accumulated and master weights kept in fp32 (fp64 for float64)."""
+    """Group `precision`: data types of computation. Gradients are accumulated and optimizer state is kept in fp32 (fp64 for float64)."""
 
     compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Data type of parameters in forward and backward. float16 scales the loss."""
+    master_weights: MasterWeights = "full"
+    """What the optimizer updates. full: fp32 (fp64 for float64). bfloat16 with adamw, lion or sgd also: remainder, the same fp32 numbers as
+    the bf16 parameter and the 16 bits that it lacks, which trains the same bits with 2 bytes per parameter less; none, the bf16 parameter
+    alone: 2 bytes less again, but an update below 1/256 of a parameter may be rounded away. Checkpoints hold fp32 in every case."""
+    fp32_modules: list[str] = field(default_factory=list)
+    """bfloat16, float16: modules that compute in fp32 nevertheless, with parameters in fp32: last words of their names (`norm`, `lm_head`)
+    or regular expressions for whole names. What goes in is cast to fp32, what comes out to the data type that went in; the head's logits
+    stay fp32. A tied head is the embedding under a second name, and both are fp32 then."""
     loss_scale: float | Literal["dynamic"] = "dynamic"
     """float16: factor on the loss, which is the sum over a micro-batch's trained tokens. dynamic: a step whose gradients overflow is
     skipped on all ranks and halves it; `loss_scale_window` good steps in a row double it. A number: fixed; an overflow ends the run."""

@@ -32,6 +32,7 @@ def adamw_(
 
     master, exp_avg, exp_avg_sq: [n] fp32; grad: [n] fp32, bf16 or fp16. grad_factor: one fp32 element that every gradient is multiplied by
     first; if it is not finite nothing changes. master=None with remainder [n] int16: the master is copies.data and it (`split_master`).
+    Neither: parameters are copies.data, in bf16, alone.
     """
     check(master, remainder, (exp_avg, exp_avg_sq), grad, copies, ranges)
     states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}

@@ -1,6 +1,9 @@
 """What the optimizers have in common: ranges of a flat shard with settings of their own, the copies that are written besides, and the
 master that is kept as a bf16 copy and 16 more bits.
 
+[Note: bf16 copies] The bf16 copy of an fp32 master is the nearest bf16 number, ties away from zero, here and in the kernels. Casts round
+ties to even, which a remainder of 16 bits has no room for; one rule for all makes training the same bits however the master is kept.
+
 The optimizers (`adamw.py`, `lion.py`, `sgd.py`) change flat tensors in place, without autograd: they neither record a graph nor raise
 version counters. `reference_step` is their plain-torch loop over ranges, `Arguments` what the compiled functions are called with.
 """
@@ -21,6 +24,8 @@ from framework.kernels.signatures import Copies, Range
 
 LARGEST_FUSED_BLOCK = 4096
 """FW_LARGEST_FUSED_BLOCK: most elements per scale of a quantised copy."""
+CHUNK = 1 << 22
+"""Elements of a master that are taken apart or put together at once, which bounds the memory for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +71,42 @@ class ShardCopies:
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """bf16 copy and int16 remainder of an fp32 tensor, which `join_master` puts together again bit for bit (NaN: as the usual NaN).
 
-    The copy is rounded to nearest, ties away from zero: with ties to even the remainder would not fit in 16 bits.
+    The copy is rounded to nearest, ties away from zero: with ties to even the remainder would not fit in 16 bits. See [Note: bf16 copies].
     """
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     copy = (bits + 0x8000) >> 16
     return copy.to(torch.int16).view(torch.bfloat16), (bits - (copy << 16)).to(torch.int16)
 
 
-def join_master(copy: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that `split_master` split."""
+def join_master(copy: Tensor, remainder: Tensor | None) -> Tensor:
+    """The fp32 tensor that `split_master` split; without `remainder`, the copy is all there is."""
+    if remainder is None:
+        return copy.float()
     return ((copy.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+
+
+def join_master_(out: Tensor, copy: Tensor, remainder: Tensor | None) -> Tensor:
+    """`join_master` to `out` [n], each of them in whatever memory."""
+    for at in _chunks(out):
+        joined = copy[at] if remainder is None else join_master(copy[at].to(remainder.device), remainder[at])
+        out[at].copy_(joined, non_blocking=joined.is_cuda and out.is_pinned())
+    return out
+
+
+def copy_master_(copy: Tensor, master: Tensor, remainder: Tensor | None = None) -> None:
+    """Write `master` [n] to `copy` in another dtype or memory, and to `remainder` what a bf16 copy lacks. See [Note: bf16 copies]."""
+    if copy.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        copy.copy_(master)
+        return
+    for at in _chunks(master):
+        high, low = split_master(master[at])
+        copy[at].copy_(high)
+        if remainder is not None:
+            remainder[at].copy_(low)
+
+
+def _chunks(flat: Tensor) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, flat.numel(), CHUNK)]
 
 
 # ---- both ways
@@ -89,10 +120,12 @@ def check(
 ) -> None:
     """Raises KernelError for what neither the compiled function nor the reference can do."""
     numel = grad.numel()
-    if (master is None) == (remainder is None):
-        raise KernelError("got both master and remainder or neither, expected one: the fp32 master, or the low 16 bits of its bf16 copy.")
-    if remainder is not None and (copies is None or copies.data is None or copies.data.dtype != torch.bfloat16):
-        raise KernelError("a master kept as remainder needs copies.data, the bf16 copy that has its high 16 bits.")
+    if master is not None and remainder is not None:
+        raise KernelError("got both master and remainder, expected one: the fp32 master, or the low 16 bits of its bf16 copy.")
+    if master is None and (copies is None or copies.data is None or copies.data.dtype != torch.bfloat16):
+        raise KernelError("without master there must be copies.data, the bf16 copy that has its high 16 bits.")
+    if master is None and remainder is None and copies.quantized is not None:
+        raise KernelError("copies.quantized is made from the master or from bf16 copy and remainder, and there is neither.")
     if remainder is not None and remainder.dtype != torch.int16:
         raise KernelError(f"remainder is {remainder.dtype}, expected torch.int16.")
     precise = torch.float32 if master is None else master.dtype
@@ -172,20 +205,23 @@ def reference_step(
 
     for one in ranges:
         at = slice(one.start, one.stop)
-        p = join_master(copies.data[at], remainder[at]) if master is None else master[at].clone()
+        low = None if remainder is None else remainder[at]
+        p = join_master(copies.data[at], low) if master is None else master[at].clone()
         g = grad[at].to(p.dtype) if grad_factor is None else grad[at].to(p.dtype) * grad_factor
         new_states = [state[at].clone() for state in states]
         p = update(one, p, g, new_states)
         for state, new_state in zip(states, new_states, strict=True):
             put(state[at], new_state)
         if master is None:
-            copy, low = split_master(p)
+            copy, new_low = split_master(p)
             put(copies.data[at], copy)
-            put(remainder[at], low)
+            if low is not None:
+                put(low, new_low)
         else:
             put(master[at], p)
             if copies is not None and copies.data is not None:
-                put(copies.data[at], p)
+                is_split = copies.data.dtype == torch.bfloat16 and p.dtype == torch.float32
+                put(copies.data[at], split_master(p)[0] if is_split else p)
     if copies is not None and copies.quantized is not None and ranges:
         _quantize_touched(master, remainder, copies, ranges, put)
 

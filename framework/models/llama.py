@@ -80,10 +80,10 @@ class Llama(nn.Module):
         if labels is None:
             if logits_to_keep is not None:
                 hidden = hidden[:, -logits_to_keep:]
-            return self.lm_head(self.model.norm(hidden))
+            return self.lm_head(self.model.norm(hidden).to(self.lm_head.weight.dtype))
         trained = trained_positions(labels, trained_tokens)
         hidden = self.model.norm(hidden.flatten(0, 1)[trained])  # [trained tokens, hidden_size]
-        return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten()[trained])
+        return linear_cross_entropy(hidden.to(self.lm_head.weight.dtype), self.lm_head.weight, labels.flatten()[trained])
 
 
 def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,12 +13,12 @@ embedding.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from framework.config.errors import Problem, UserError
-from framework.config.names import is_meant, modules_and_name
+from framework.config.names import is_meant, modules_and_name, name_is_meant
 from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
@@ -147,8 +147,21 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
         settings_of(shapes, architecture, recipe.optimizer)
     except UserError as error:
         problems += error.problems
+    problems += _not_modules("precision.fp32_modules", recipe.precision.fp32_modules, architecture)
     if problems:
         raise UserError(*problems)
+
+
+def _not_modules(setting: str, patterns: Sequence[str], architecture: LlamaConfig) -> Iterator[Problem]:
+    """A problem for every pattern that means no module."""
+    shapes = parameter_shapes(architecture)
+    named = (inside for name in shapes for one in _both_names(name, architecture) for inside in modules_and_name(one))
+    modules = dict.fromkeys(inside for inside in named if inside not in shapes and inside != HEAD)
+    for index, pattern in enumerate(patterns):
+        if not any(name_is_meant(pattern, module) for module in modules):
+            expected, near = _names(pattern, modules, architecture)
+            fix = f"{setting}=[{','.join([*patterns[:index], near, *patterns[index + 1 :]])}]" if near else ""
+            yield Problem(path=f"{setting}[{index}]", got=f"{pattern}, which is no module of this model", expected=expected, fix=fix)
 
 
 def block_of(name: str) -> int | None:
@@ -167,7 +180,7 @@ def _both_names(name: str, architecture: LlamaConfig) -> list[str]:
     return [name, HEAD] if name == EMBEDDING and architecture.tie_word_embeddings else [name]
 
 
-def _names(pattern: str, names: Shapes, architecture: LlamaConfig) -> tuple[str, str]:
+def _names(pattern: str, names: Iterable[str], architecture: LlamaConfig) -> tuple[str, str]:
     """What patterns there could be, in words, and the one that `pattern` may have meant."""
     whole = [one for name in names for one in _both_names(name, architecture)]
     parts = [inside.rpartition(".")[2] for one in whole for inside in modules_and_name(one)]

@@ -12,6 +12,11 @@ from framework.models.targets import quantized_names, target_names
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5
+MASTERS = {
+    "full": "fp32 master weights and gradients",
+    "remainder": "fp32 master weights (as parameter and 16 bits more) and gradients",
+    "none": "fp32 gradients, NO master weights: an update below 1/256 of a parameter may be rounded away",
+}
 ATTENTION = {"varlen": "variable-length FlashAttention", "apart": "one sample after the other", "mask": "all of a pack, masked"}
 
 
@@ -33,6 +38,7 @@ def describe(plan: Plan) -> str:
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         *[("", text) for text in _groups(plan)],
         ("precision", _precision(recipe.precision)),
+        *([("in fp32", _in_fp32(plan))] if recipe.precision.fp32_modules else []),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
         ("checkpoints", _checkpoints(plan)),
     ]
@@ -50,7 +56,14 @@ def _precision(precision: PrecisionConfig) -> str:
     if dtype == "float64":
         return dtype
     scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
-    return f"{dtype}, fp32 master weights and gradients" + (f"; loss scale {scale}" if dtype == "float16" else "")
+    return f"{dtype}, {MASTERS[precision.master_weights]}" + (f"; loss scale {scale}" if dtype == "float16" else "")
+
+
+def _in_fp32(plan: Plan) -> str:
+    layouts = [layout for unit in plan.units for layout in unit.layouts if layout.fp32]
+    tied = any(slot.aliases for layout in layouts for slot in layout.slots)
+    text = f"{', '.join(plan.recipe.precision.fp32_modules)}: {sum(layout.numel for layout in layouts):,} parameters"
+    return text + ("; the head is the embedding, and so both" if tied else "")
 
 
 def _packing(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import choose_trained
+from framework.zero.fp32_modules import find_fp32_modules, parameters_of
 from framework.zero.layout import UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.optimizer_by_name import state_values
@@ -101,6 +102,7 @@ class Plan:
             rank=rank,
             compute_itemsize=compute,
             master_itemsize=master,
+            master_weights=self.recipe.precision.master_weights,
             optimizer_itemsize=state_values(self.recipe.optimizer) * master,
             prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",
@@ -157,6 +159,6 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     if recipe.data.packing:
         require_isolation(model)
     choose_trained(model, recipe.model, recipe.peft)
-    return Plan(
-        recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)
-    )
+    in_fp32 = parameters_of(find_fp32_modules(model, recipe.precision.fp32_modules).values())
+    units = plan_units(model, fp32_parameters=in_fp32)
+    return Plan(recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=units)

@@ -61,8 +61,8 @@ class HeldModule:
         self.share_buffers()
         engine = self.engine
         engine.flush()
-        for unit in engine.units:
-            unit.remove_hooks()
+        for hooked in (*engine.units, *engine.boundaries):
+            hooked.remove_hooks()
         for table, key in self._root_hooks:
             table.pop(key, None)
             self.sharded._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -71,7 +71,7 @@ class HeldModule:
             for name in STEPS:
                 delattr(self.module, name)
         for buffer in engine.buffers:
-            whole = buffer.gather_whole(buffer.master if buffer.layout.requires_grad else buffer.shard)
+            whole = buffer.gather_whole(buffer.masters())
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
                 parameter.data = whole[slot.offset : slot.stop].view(slot.shape).to("cpu", self._dtypes[slot.name], copy=True)
         self.module.cpu()

@@ -9,7 +9,8 @@ autograd does not take a gather for an in-place change of the parameters.
     full    compute dtype  [P]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     chunk   compute dtype  [C]  what this rank's group has of them on this rank (`grid.py`), where the policy keeps that beside `full`
     shard   compute dtype  [S]  this rank's part: a slice of `full` or `chunk` where that is permanent, else a tensor of its own
-    master  fp32 (fp64)    [S]  `shard` itself where the compute dtype is the master dtype and both lie in the same memory
+    master  fp32 (fp64)    [S]  `shard` itself where the compute dtype is the master dtype and both lie in the same memory; None where it is
+                                bf16 `shard` and int16 `remainder` [S], or `shard` alone (`PrecisionConfig.master_weights`)
     grad_full              [P]  gradients as backward produces them, master dtype
     grad_chunk             [C]  sums over micro-batches and the ranks of the group, where the policy keeps them so
     grad    master dtype   [S]  this rank's sum over micro-batches and all ranks: a slice of the two above where they are permanent
@@ -22,7 +23,9 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from framework.zero.comm import Handle
+from framework.config.schema import MasterWeights
+from framework.kernels.shard import copy_master_, join_master_
+from framework.zero.comm import Comm, Handle
 from framework.zero.grid import Grid, extents_of
 from framework.zero.groups import Groups
 from framework.zero.layout import Layout, Piece, Slot
@@ -32,8 +35,8 @@ from framework.zero.policy import FULL, GROUP, WORLD, Policy
 
 
 class GradPool:
-    """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own. At most two reductions are
-    under way; the next one waits for the older.
+    """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own, and so have modules in fp32, of
+    which a block has a second buffer. At most two reductions of a kind are under way; the next one waits for the older.
 
     Gaps and padding must be zero: they are when a buffer is made, only parameters are written into it, and it is zeroed when a block with
     another layout takes it over.
@@ -41,23 +44,24 @@ class GradPool:
 
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
-        self._block_numel = 0
-        self._free: dict[int, list[tuple[torch.Tensor, tuple]]] = {}
-        """By elements: (buffer, extents of the layout that it was last used for)."""
+        self._block_numel = {False: 0, True: 0}
+        """By `layout.fp32`."""
+        self._free: dict[tuple[bool, int], list[tuple[torch.Tensor, tuple]]] = {}
+        """By `layout.fp32` and elements: (buffer, extents of the layout that it was last used for)."""
         self._in_use: dict[FlatBuffer, torch.Tensor] = {}
         self._reducing: list[FlatBuffer] = []
 
     def expect(self, buffer: FlatBuffer) -> None:
         """`buffer` is going to ask; called for all of them before the first asks."""
         if buffer.layout.unit:
-            self._block_numel = max(self._block_numel, buffer.padded)
+            self._block_numel[buffer.layout.fp32] = max(self._block_numel[buffer.layout.fp32], buffer.padded)
 
     def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
         """Room for the gradients of `buffer` [S * N], with arbitrary values where its parameters lie."""
-        numel = self._block_numel if buffer.layout.unit else buffer.padded
-        free = self._free.setdefault(numel, [])
+        numel = self._block_numel[buffer.layout.fp32] if buffer.layout.unit else buffer.padded
+        free = self._free.setdefault((buffer.layout.fp32, numel), [])
         if not free:
-            self.finish(keep=1)
+            self._finish_all_but_one(buffer.layout.fp32)
         if free:
             flat, extents = free.pop()
         else:
@@ -71,16 +75,22 @@ class GradPool:
 
     def release(self, buffer: FlatBuffer) -> None:
         flat = self._in_use.pop(buffer)
-        self._free[flat.numel()].append((flat, buffer.extents))
+        self._free[buffer.layout.fp32, flat.numel()].append((flat, buffer.extents))
 
     def started(self, buffer: FlatBuffer) -> None:
         """`buffer`'s reduction is under way."""
-        self.finish(keep=1)
+        self._finish_all_but_one(buffer.layout.fp32)
         self._reducing.append(buffer)
 
-    def finish(self, keep: int = 0) -> None:
-        """Wait for the reductions under way, oldest first, until `keep` of them are left."""
-        while len(self._reducing) > keep:
+    def _finish_all_but_one(self, fp32: bool) -> None:
+        """Wait for the reductions of one kind, oldest first, until the newest is left."""
+        for older in [buffer for buffer in self._reducing if buffer.layout.fp32 is fp32][:-1]:
+            self._reducing.remove(older)
+            older.finish_reduce()
+
+    def finish(self) -> None:
+        """Wait for the reductions under way."""
+        while self._reducing:
             self._reducing.pop(0).finish_reduce()
 
     def drop(self) -> None:
@@ -109,9 +119,11 @@ class FlatBuffer:
         tag: int,
         host: HostMemory,
         master_on_host: bool,
+        master_weights: MasterWeights,
     ) -> None:
         self.layout, self.policy, self.meter, self.pool, self.gather_tag = layout, policy, meter, pool, tag
-        compute_dtype, master_dtype = layout.integer or compute_dtype, layout.integer or master_dtype
+        compute_dtype = torch.float32 if layout.fp32 else layout.integer or compute_dtype
+        master_dtype = layout.integer or master_dtype
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self._extents = extents = extents_of(layout, policy, grid)
         self.shard_numel, self.padded, self.start = extents.shard_numel, extents.padded, extents.shard.start
@@ -155,13 +167,19 @@ class FlatBuffer:
             self._chunk = held if self._keeps_chunk else None
             self.shard = held[self._part] if self._keeps_chunk else held
             meter.add("gathered", self._full_bytes)
-        self.master = self.shard
+        self.master: torch.Tensor | None = self.shard
+        self.remainder: torch.Tensor | None = None
         if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
-            if master_on_host:
-                self.master = host.zeros("master", self.shard_numel, master_dtype)
-            else:
-                self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-                meter.add("master", self.master.nbytes)
+            split = master_weights != "full" and compute_dtype is torch.bfloat16
+            self.master = None
+            if not split or master_weights == "remainder":
+                dtype = torch.int16 if split else master_dtype
+                if master_on_host:
+                    kept = host.zeros("master", self.shard_numel, dtype)
+                else:
+                    kept = torch.zeros(self.shard_numel, dtype=dtype, device=device)
+                    meter.add("master", kept.nbytes)
+                self.master, self.remainder = (None, kept) if split else (kept, None)
         self._gathering: Handle | None = None
 
         self.grad: torch.Tensor | None = None
@@ -220,10 +238,44 @@ class FlatBuffer:
         return self._extents.owned
 
     @property
+    def shard_comm(self) -> Comm:
+        """The ranks whose shards, in the order of ranks, are the whole. Raises ValueError where shards lie in another order."""
+        if self._in_parts:
+            raise ValueError("the optimizer needs whole matrices, and shards over all ranks of what groups hold in chunks are not in order")
+        return self._reduce_route.inside
+
+    @property
     def _part(self) -> slice:
         """The shard, counted from the beginning of the chunk."""
         begin = self.start - self._extents.chunk.start
         return slice(begin, begin + self.shard_numel)
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where masters and optimizer state lie."""
+        return torch.device("cpu") if self.master_on_host else self.full.device
+
+    def masters(self) -> torch.Tensor:
+        """This rank's parameters as they are updated [S], in the master dtype; new where no tensor holds them. Frozen ones as they are."""
+        if self.master is not None:
+            return self.master
+        return self.write_masters(0, torch.empty(self.shard_numel, dtype=self.master_dtype, device=self.state_device))
+
+    def write_masters(self, start: int, out: torch.Tensor) -> torch.Tensor:
+        """Write those from element `start` on to `out`, where they are no tensor of their own."""
+        at = slice(start, start + out.numel())
+        return join_master_(out, self.shard[at], self._remainder_of(at))
+
+    def set_masters(self, start: int, values: torch.Tensor) -> None:
+        """Change those from element `start` on; `publish` follows."""
+        at = slice(start, start + values.numel())
+        if self.master is not None:
+            self.master[at].copy_(values)
+        else:
+            copy_master_(self.shard[at], values.to(self.state_device, self.master_dtype), self._remainder_of(at))
+
+    def _remainder_of(self, at: slice) -> torch.Tensor | None:
+        return None if self.remainder is None else self.remainder[at]
 
     @property
     def is_written_with_master(self) -> bool:
@@ -320,8 +372,8 @@ class FlatBuffer:
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
-        if self.master is not self.shard and not written:
-            self.shard.copy_(self.master)
+        if self.master is not None and self.master is not self.shard and not written:
+            copy_master_(self.shard, self.master)
         self._outdate()
 
     def _outdate(self) -> None:

@@ -28,15 +28,16 @@ from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
 from framework.zero.buffer import FlatBuffer, GradPool
+from framework.zero.fp32_modules import find_fp32_modules, guard, parameters_of
 from framework.zero.grid import grid_of, keep_gathered
 from framework.zero.groups import Groups
-from framework.zero.layout import INTEGERS, Slot, UnitLayout, plan_units
+from framework.zero.layout import INTEGERS, Slot, UnitLayout, find_units, plan_units
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, group_size, offloaded, policy_of
+from framework.zero.policy import FULL, check_master_weights, group_size, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -49,8 +50,8 @@ class ZeroEngine:
         module: real (rank 0's values are taken) or on the meta device (then filled by `read`, or by seeded `reset_parameters`).
             Its parameters stay the same objects unless they were on the meta device.
         zero: stage and prefetching.
-        precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64), and for
-            float16 the loss is scaled.
+        precision: data type of parameters in forward and backward, and how masters are kept; gradient sums are fp32 (fp64 for float64),
+            and for float16 the loss is scaled.
         offload: which model state lies in host memory.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
@@ -84,7 +85,7 @@ class ZeroEngine:
         self.module, self.zero = module, zero or ZeroConfig()
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
-        precision = precision or PrecisionConfig()
+        self._precision = precision = precision or PrecisionConfig()
         self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
@@ -100,6 +101,8 @@ class ZeroEngine:
         self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
+        if precision.master_weights != "full":
+            check_master_weights(precision, self._host.config)
         self.pool = GradPool(self.memory)
         self.prefetch = Prefetch(self.zero.prefetch_bytes)
         self.stop_requested = False
@@ -128,9 +131,13 @@ class ZeroEngine:
                 f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
                 "buffer"
             )
-        self.layouts = plan_units(module, zero=self.zero)
+        units, in_fp32 = find_units(module), find_fp32_modules(module, precision.fp32_modules)
+        if in_fp32 and self.compute_dtype.itemsize != 2:
+            raise ValueError(f"fp32_modules={precision.fp32_modules} are for bfloat16 and float16, got {precision.compute_dtype}")
+        self.layouts = plan_units(module, units, zero=self.zero, fp32_parameters=parameters_of(in_fp32.values()))
         if self.zero.keep_gathered_bytes:
             self.layouts = keep_gathered(self.layouts, self.zero, self.world.size, self.compute_dtype.itemsize)
+        self.boundaries = guard(module, in_fp32, units, self.compute_dtype)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
         self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
@@ -445,6 +452,7 @@ class ZeroEngine:
                 tag=2 * len(self.buffers),
                 host=self._host,
                 master_on_host=layout in self._on_host,
+                master_weights=self._precision.master_weights,
             )
             old = [originals[slot.name] for slot in layout.slots]
             if any(p.is_meta for p in old) and self.device.type != "meta":

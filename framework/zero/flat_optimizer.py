@@ -46,7 +46,7 @@ class _AdamW:
         return adam_range(0, 0, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]), step=step, betas=group["betas"])
 
     @staticmethod
-    def run(call: Call, master: torch.Tensor, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
+    def run(call: Call, master: torch.Tensor | None, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
         betas, eps = call
         adamw_(master, *states, *gradient, betas=betas, eps=eps, **options)
 
@@ -63,7 +63,7 @@ class _Lion:
         return ShardRange(start=0, stop=0, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
 
     @staticmethod
-    def run(call: Call, master: torch.Tensor, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
+    def run(call: Call, master: torch.Tensor | None, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
         lion_(master, *states, *gradient, betas=call[0], **options)
 
 
@@ -75,7 +75,7 @@ class _Sgd(_Lion):
         return group["momentum"], group["dampening"], group["nesterov"], step == 1  # in its first step the buffer is filled, not read
 
     @staticmethod
-    def run(call: Call, master: torch.Tensor, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
+    def run(call: Call, master: torch.Tensor | None, states: Sequence[torch.Tensor], *gradient: Any, **options: Any) -> None:
         momentum, dampening, nesterov, first_step = call
         settings = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "first_step": first_step}
         sgd_(master, states[0] if momentum else None, *gradient, **settings, **options)
@@ -104,12 +104,14 @@ class FlatOptimizer:
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
-        """Whether the kernel does what `optimizer` does, here. Raises KernelError under kernels=compiled if it alone is missing."""
+        """Whether the kernel does what `optimizer` does, here, or its reference has to, as there are no masters that torch could update.
+        Raises KernelError under kernels=compiled if it alone is missing."""
         rule = _RULES.get(type(optimizer))
         if rule is None or any(map(_other_arithmetic, optimizer.param_groups)):
             return False
-        copies = [buffer.master.new_empty(0, dtype=buffer.compute_dtype) for buffer in buffers]
-        return all(library_for(rule.function, buffer.master, copy) is not None for buffer, copy in zip(buffers, copies, strict=True))
+        examples = [[torch.empty(0, dtype=d, device=b.state_device) for d in (b.master_dtype, b.compute_dtype)] for b in buffers]
+        compiled = [library_for(rule.function, *pair) is not None for pair in examples]
+        return all(compiled) or any(buffer.master is None for buffer in buffers)
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]], updates: HostUpdates | None
@@ -138,7 +140,8 @@ class FlatOptimizer:
             if not used:
                 continue
             extent = self._extents[buffer]
-            update = partial(_update, self._rule, buffer.master[extent], self._moments_of(buffer), self._ranges(buffer, used))
+            master, remainder = (None if kept is None else kept[extent] for kept in (buffer.master, buffer.remainder))
+            update = partial(_update, self._rule, master, remainder, self._moments_of(buffer), self._ranges(buffer, used))
             if buffer.master_on_host:
                 self._updates.submit(buffer, extent, update, factor)
             else:
@@ -192,8 +195,8 @@ class FlatOptimizer:
 
     def _moments_of(self, buffer: FlatBuffer) -> tuple[torch.Tensor, ...]:
         if buffer not in self._moments:
-            master = buffer.master[self._extents[buffer]]
-            self._moments[buffer] = tuple(torch.zeros_like(master) for _ in self._states)
+            extent, like = self._extents[buffer], {"dtype": buffer.master_dtype, "device": buffer.state_device}
+            self._moments[buffer] = tuple(torch.zeros(extent.stop - extent.start, **like) for _ in self._states)
         return self._moments[buffer]
 
     def _count(self, buffer: FlatBuffer, shard: _Shard) -> None:
@@ -217,17 +220,19 @@ class FlatOptimizer:
 
 def _update(
     rule: type[_AdamW | _Lion | _Sgd],
-    master: torch.Tensor,
+    master: torch.Tensor | None,
+    remainder: torch.Tensor | None,
     moments: tuple[torch.Tensor, ...],
     calls: dict[Call, list[ShardRange]],
     grad: torch.Tensor,
     copy: torch.Tensor | None,
     factor: torch.Tensor,
 ) -> list[ShardRange]:
-    """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype. Returns what was updated."""
+    """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype, of which `remainder` makes masters where
+    there is no `master`. Returns what was updated."""
     copies = None if copy is None else ShardCopies(data=copy)
     for call, ranges in calls.items():
-        rule.run(call, master, moments, grad, ranges, grad_factor=factor, copies=copies)
+        rule.run(call, master, moments, grad, ranges, grad_factor=factor, copies=copies, remainder=remainder)
     return [one for ranges in calls.values() for one in ranges]
 
 

@@ -1,7 +1,7 @@
 """Where every parameter lies: units, flat spaces and shards. Pure arithmetic; the only tensors seen here are asked for their shape.
 
 A *unit* is a module whose parameters are gathered and released together: each repeated block is one, the rest belongs to the
-root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad` and, for integers, one data type; offsets are
+root. A *layout* is the flat space of a unit's parameters with one value of `requires_grad` and one data type; offsets are
 multiples of `ALIGN` and do **not** depend on the world size: only the padding at the tail does. Resharding is therefore slicing of
 intervals, and a piece of a parameter is a contiguous range of its flattened elements.
 
@@ -11,7 +11,7 @@ intervals, and a piece of a parameter is a contiguous range of its flattened ele
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,8 @@ class Layout:
     in whatever the engine computes in."""
     policy: Policy | None = None
     """Where its state lives; None: where that of most does, which the engine knows."""
+    fp32: bool = False
+    """Whether they are floating point of modules that compute in fp32 whatever the engine computes in (`fp32_modules.py`)."""
 
     @property
     def total(self) -> int:
@@ -91,6 +93,8 @@ class Layout:
 
     def itemsize(self, compute_itemsize: int) -> int:
         """Bytes of an element where floating-point parameters have `compute_itemsize`."""
+        if self.fp32:
+            return 4
         return compute_itemsize if self.integer is None else self.integer.itemsize
 
     def shard_numel(self, world_size: int) -> int:
@@ -143,12 +147,18 @@ def find_units(module: nn.Module) -> dict[str, nn.Module]:
     return units
 
 
-def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None, zero: ZeroConfig | None = None) -> list[UnitLayout]:
+def plan_units(
+    module: nn.Module,
+    units: dict[str, nn.Module] | None = None,
+    *,
+    zero: ZeroConfig | None = None,
+    fp32_parameters: Set[int] = frozenset(),
+) -> list[UnitLayout]:
     """Layouts of the root (first) and of every unit, in registration order.
 
     A parameter that occurs in two units, or in a unit and outside, is owned by the root: the lowest common ancestor. Parameters
     keep module order; one layout holds those that are trained, one those that are frozen, and one the integers of each data type; those
-    that `zero` gives another policy have layouts of their own.
+    that `zero` gives another policy have layouts of their own, and those of `fp32_parameters`, by their `id`.
     """
     units = find_units(module) if units is None else units
     owner: dict[int, str] = {}
@@ -167,14 +177,17 @@ def plan_units(module: nn.Module, units: dict[str, nn.Module] | None = None, zer
     planned = []
     for unit in ["", *units]:
         mine = [key for key in parameters if owner[key] == unit]
-        kinds: dict[tuple[bool, torch.dtype | None, Policy | None], list[int]] = {(True, None, None): [], (False, None, None): []}
+        kinds: dict[tuple[bool, torch.dtype | None, Policy | None, bool], list[int]] = {
+            (trained, None, None, False): [] for trained in (True, False)
+        }
         for key in mine:
+            integer = _integer(parameters[key].dtype)
             policy = None if zero is None else policy_of_parameter(zero, names[key])
-            kind = parameters[key].requires_grad, _integer(parameters[key].dtype), None if policy == usual else policy
-            kinds.setdefault(kind, []).append(key)
+            fp32 = integer is None and key in fp32_parameters
+            kinds.setdefault((parameters[key].requires_grad, integer, None if policy == usual else policy, fp32), []).append(key)
         layouts = [
-            Layout(unit, trained, tuple(_slots(chosen, names, parameters)), integer, policy)
-            for (trained, integer, policy), chosen in kinds.items()
+            Layout(unit, trained, tuple(_slots(chosen, names, parameters)), integer, policy, fp32)
+            for (trained, integer, policy, fp32), chosen in kinds.items()
             if chosen
         ]
         planned.append(UnitLayout(unit, tuple(layouts)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from framework.config.schema import OffloadConfig
+from framework.config.schema import MasterWeights, OffloadConfig
 from framework.zero.grid import Place, place_of
 from framework.zero.layout import Layout, UnitLayout
 from framework.zero.policy import FULL, GROUP, WORKERS, WORLD, Placement, Policy, offloaded
@@ -64,6 +64,7 @@ def state_bytes(
     rank: int = 0,
     compute_itemsize: int,
     master_itemsize: int = 4,
+    master_weights: MasterWeights = "full",
     optimizer_itemsize: int = 8,
     prefetch_bytes: int = 0,
     messages: bool = False,
@@ -92,19 +93,19 @@ def state_bytes(
         if not layout.requires_grad:
             continue
         grads += master_itemsize * extents.numel(own.grads)
-        has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
-        masters = master_itemsize * extents.shard_numel if has_master else 0
+        has_master = layout.itemsize(compute_itemsize) != master_itemsize or offloads[layout] is not params_on_host
+        kept = "full" if layout.fp32 else master_weights
+        masters = {"full": master_itemsize, "remainder": 2, "none": 0}[kept] * extents.shard_numel if has_master else 0
         moments = optimizer_itemsize * sum(piece.numel for piece in layout.pieces(extents.shard.start, extents.shard.stop))
         if offloads[layout]:
             host += masters + moments
         else:
             master, optimizer = master + masters, optimizer + moments
     if staged := [layout for layout in trained if offloads[layout]]:
-        copied = [layout for layout in staged if offload.params == "none" or places[layout][0].params_at_rest is FULL]
-        largest_staged = max(places[layout][1].shard_numel for layout in staged) * master_itemsize
-        if compute_itemsize != master_itemsize or copied:
-            largest_staged += max((places[layout][1].shard_numel for layout in copied), default=0) * compute_itemsize
-        host += min(WORKERS, len(staged)) * largest_staged
+        gradients = max(places[layout].extents.shard_numel for layout in staged) * master_itemsize
+        copied = [layout for layout in staged if offload.params == "none" or places[layout].policy.params_at_rest is FULL]
+        copies = max((places[layout].extents.shard_numel * layout.itemsize(compute_itemsize) for layout in copied), default=0)
+        host += min(WORKERS, len(staged)) * (gradients + copies)
     temporary = _temporary(units, places, compute_itemsize, master_itemsize, prefetch_bytes, messages)
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)
 
@@ -129,10 +130,15 @@ def _temporary(
             if places[layout].in_parts and places[layout].policy[1:3] == (WORLD, GROUP)
         )
 
-    def in_ring(unit: UnitLayout) -> list[int]:
-        """Bytes of gradients on their way, of each buffer that has room for them only then."""
-        trained = [places[layout] for layout in unit.layouts if layout.requires_grad]
+    def in_ring(unit: UnitLayout, *fp32: bool) -> list[int]:
+        """Bytes of gradients on their way, of each buffer that has room for them only then; `fp32`: of these kinds."""
+        trained = [places[layout] for layout in unit.layouts if layout.requires_grad and layout.fp32 in fp32]
         return [master_itemsize * place.extents.padded for place in trained if place.policy.grads is not FULL]
+
+    def ring_bytes(fp32: bool) -> int:
+        of_blocks = [in_ring(block, fp32) for block in blocks]
+        flats = min(max(map(len, of_blocks), default=0) + 1, sum(map(len, of_blocks)))
+        return flats * max((nbytes for block in of_blocks for nbytes in block), default=0)
 
     def received(unit: UnitLayout) -> int:
         return sum(master_itemsize * places[layout].received_numel for layout in unit.layouts if layout.requires_grad) if messages else 0
@@ -143,9 +149,7 @@ def _temporary(
         return max((measure(block) for block in blocks), default=0)
 
     ring = min(2, len(blocks))
-    of_blocks = [in_ring(block) for block in blocks]
-    flats = min(max(map(len, of_blocks), default=0) + 1, sum(map(len, of_blocks)))
-    always = gathered(root) + sum(in_ring(root)) + flats * max((nbytes for block in of_blocks for nbytes in block), default=0)
+    always = gathered(root) + sum(in_ring(root, False, True)) + ring_bytes(False) + ring_bytes(True)
     passing = largest(lambda block: gathered(block, WORLD, GROUP))
     released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
     ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0

@@ -56,6 +56,7 @@ class _Staging:
 
     grad: torch.Tensor
     copy: torch.Tensor | None
+    """Bytes."""
     stream: torch.cuda.Stream | None
 
 
@@ -72,7 +73,7 @@ class HostUpdates:
         copied = [buffer for buffer in buffers if buffer.shard is not buffer.master and not buffer.shard_on_host]
         for _ in range(min(WORKERS, len(buffers))):
             grad = host.zeros("staging", largest, buffers[0].master_dtype)
-            copy = host.zeros("staging", max(b.shard_numel for b in copied), buffers[0].compute_dtype) if copied else None
+            copy = host.zeros("staging", max(b.shard_numel * b.compute_dtype.itemsize for b in copied), torch.uint8) if copied else None
             self._staging.put(_Staging(grad, copy, torch.cuda.Stream(device) if device.type == "cuda" else None))
 
     def submit(self, buffer: FlatBuffer, extent: slice, update: Update, factor: torch.Tensor) -> None:
@@ -98,15 +99,19 @@ class HostUpdates:
         staging, numel = self._staging.get(), extent.stop - extent.start
         try:
             grad = staging.grad[:numel]
+            if buffer.shard is buffer.master:
+                copy = None
+            elif buffer.shard_on_host:
+                copy = buffer.shard[extent]
+            else:
+                copy = staging.copy[: numel * buffer.compute_dtype.itemsize].view(buffer.compute_dtype)
             with _on(staging.stream, ready):
                 grad.copy_(buffer.grad[extent], non_blocking=True)
+                if buffer.master is None and not buffer.shard_on_host:
+                    copy.copy_(buffer.shard[extent], non_blocking=True)  # the update reads it, too
                 factor = factor.to("cpu", copy=True)  # waits for the copy before it, too
             if not torch.isfinite(factor):
                 return None
-            if buffer.shard is buffer.master:
-                copy = None
-            else:
-                copy = buffer.shard[extent] if buffer.shard_on_host else staging.copy[:numel]
             turn.wait()
             updated = update(grad, copy, factor)
             next_turn.set()

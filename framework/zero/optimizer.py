@@ -56,7 +56,7 @@ class ShardedOptimizer:
             index_of = {slot: index for index, slot in enumerate(buffer.layout.slots)}
             for piece in buffer.pieces:
                 index = index_of[piece.slot]
-                shard = nn.Parameter(buffer.master.data[piece.shard_start : piece.shard_stop])
+                shard = _parameter(buffer, piece)
                 self.pieces.append((buffer, index, piece, shard))
                 shards.setdefault(id(buffer.parameters[index]), []).append(shard)
         known = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
@@ -77,11 +77,17 @@ class ShardedOptimizer:
         self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in group_of]
         on_host = [buffer for buffer in buffers if buffer.master_on_host]
         self._updates = self._flat = None
+        takes = FlatOptimizer.takes(optimizer, buffers)
+        if not takes and any(buffer.master is None for buffer in buffers):
+            raise ValueError(
+                f"{type(optimizer).__name__} with these options updates fp32 master weights: take AdamW, Lion or SGD where "
+                "PrecisionConfig.master_weights is not 'full'"
+            )
         if (make_step := STEPS.get(type(optimizer))) is not None:
             if on_host:
                 raise ValueError(f"{type(optimizer).__name__} needs its state on the device: use OffloadConfig(optimizer='none')")
             self._flat = make_step(optimizer, self._members(buffers, group_of))
-        elif FlatOptimizer.takes(optimizer, buffers):
+        elif takes:
             self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
             self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
 
@@ -168,3 +174,11 @@ class ShardedOptimizer:
         states = [state for buffer, _, state in self.state_pieces() if buffer.master_on_host is on_host]
         values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
         return sum({torch_private.storage_id(value): value.untyped_storage().nbytes() for value in values}.values())
+
+
+def _parameter(buffer: FlatBuffer, piece: Piece) -> nn.Parameter:
+    """What the optimizer holds for `piece`: a view of the masters, or where these are no tensor of their own, NaN in their shape and dtype:
+    our kernels alone know how to update them."""
+    if buffer.master is not None:
+        return nn.Parameter(buffer.master.data[piece.shard_start : piece.shard_stop])
+    return nn.Parameter(torch.full((1,), torch.nan, dtype=buffer.master_dtype, device=buffer.state_device).expand(piece.numel))

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from framework.config.names import is_meant
-from framework.config.schema import OffloadConfig, ZeroConfig
+from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 
 
 class Placement(Enum):
@@ -108,3 +108,15 @@ def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool
         room -= numel if fits else 0
         chosen.append(fits)
     return chosen[::-1]
+
+
+def check_master_weights(precision: PrecisionConfig, offload: OffloadConfig) -> None:
+    """Raises ValueError where masters cannot be a part of the parameters: for another data type than bf16, or where one lies in host memory
+    and the other on the device that updates it."""
+    if precision.compute_dtype != "bfloat16":
+        raise ValueError(f"master_weights={precision.master_weights!r} is for bfloat16, got compute_dtype={precision.compute_dtype!r}")
+    if offload.params != "none" and (offload.optimizer == "none" or offload.fraction < 1):
+        raise ValueError(
+            f"master_weights={precision.master_weights!r} with parameters in host memory needs all optimizer state there, too: "
+            f"OffloadConfig(optimizer='cpu'), got optimizer={offload.optimizer!r}, fraction={offload.fraction:g}"
+        )

@@ -22,8 +22,7 @@ def full_tensors(engine: ZeroEngine, *, trained_only: bool = False) -> Iterator[
     parameter once, under its first name. At most one unit is held at a time; ranks other than 0 get None."""
     engine.check_last_step()
     for buffer in engine.trained if trained_only else engine.buffers:
-        source = buffer.master if buffer.layout.requires_grad else buffer.shard
-        yield from _whole(engine, buffer, source)
+        yield from _whole(engine, buffer, buffer.masters())
 
 
 def state_dict(engine: ZeroEngine) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
             flat_keys.setdefault(name, set()).update(keys)
     for buffer in engine.trained:
         for key in sorted(set().union(*(flat_keys.get(slot.name, ()) for slot in buffer.layout.slots))):
-            shard = torch.zeros_like(buffer.master)
+            shard = torch.zeros(buffer.shard_numel, dtype=buffer.master_dtype, device=buffer.state_device)
             for piece, state in by_buffer.get(id(buffer), ()):
                 if key in state:
                     shard[piece.shard_start : piece.shard_stop].copy_(state[key])
@@ -74,12 +73,11 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
     if missing or unexpected:
         raise KeyError(f"state does not fit the model: missing {sorted(missing)[:5]}, unexpected {sorted(unexpected)[:5]}")
     for buffer in engine.buffers:
-        target = buffer.master if buffer.layout.requires_grad else buffer.shard
         for piece in buffer.pieces:
             whole = state["model"][piece.slot.name]
             if whole.shape != piece.slot.shape:
                 raise KeyError(f"{piece.slot.name}: got shape {tuple(whole.shape)}, expected {tuple(piece.slot.shape)}")
-            target[piece.shard_start : piece.shard_stop].copy_(whole.reshape(-1)[piece.start : piece.stop])
+            buffer.set_masters(piece.shard_start, whole.reshape(-1)[piece.start : piece.stop])
         buffer.publish()
 
     def of_piece(piece: Piece) -> dict[str, Any] | None:

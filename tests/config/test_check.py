@@ -16,6 +16,8 @@ from framework.config.schema import RecipeConfig, ScheduleConfig, TrainerConfig
 SOUND = compose(["+recipe=quickstart", "trainer.devices=1", "trainer.accelerator=cpu"]).recipe
 RANDOM = compose(["+recipe=llama_pretrain", "data.train=x.txt", "trainer.devices=1"]).recipe
 
+BF16 = {"precision__compute_dtype": "bfloat16"}
+
 
 def changed(recipe: RecipeConfig, **settings) -> RecipeConfig:
     """`recipe` with `group__key=value` set, at any depth."""
@@ -105,6 +107,11 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"precision__compute_dtype": "float16", "precision__loss_scale": 0.0}, "precision.loss_scale"),
         ({"precision__compute_dtype": "float16", "precision__min_loss_scale": 128.0}, "precision.initial_loss_scale"),
         ({"precision__compute_dtype": "float16", "precision__loss_scale_window": 0}, "precision.loss_scale_window"),
+        ({"precision__fp32_modules": ["norm"]}, "precision.fp32_modules"),
+        ({**BF16, "precision__fp32_modules": ["("]}, "precision.fp32_modules[0]"),
+        ({"precision__compute_dtype": "float16", "precision__master_weights": "none"}, "precision.master_weights"),
+        ({**BF16, "precision__master_weights": "remainder", "optimizer__name": "rmsprop"}, "precision.master_weights"),
+        ({**BF16, "precision__master_weights": "none", "zero__stage": 3, "offload__params": "cpu"}, "precision.master_weights"),
     ],
 )
 def test_settings_that_contradict_each_other(changes, path):

@@ -66,3 +66,11 @@ def close(found: Tensor, expected: Tensor, size: Tensor, ulps: float) -> None:
     allowed = ulps * EPSILON * size.abs() + 1e-37
     wrong = ~((found.double() - expected).abs() <= allowed)
     assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} elements, the first at {wrong.nonzero()[0].item()}"
+
+
+def rounded_copy(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an optimizer writes besides `master`: a cast, in bf16 with ties away from zero (normal numbers)."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    mantissa, exponent = torch.frexp(master.double().abs())  # [0.5, 1)
+    return torch.copysign(torch.ldexp((mantissa * 256 + 0.5).floor() / 256, exponent), master).to(dtype)

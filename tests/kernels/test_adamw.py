@@ -13,7 +13,7 @@ from framework.kernels.adamw import adamw_, adamw_reference_
 from framework.kernels.library import KernelError
 from framework.kernels.quantize import quantize_reference
 from framework.kernels.shard import ShardCopies, ShardRange, adam_range, join_master, split_master
-from tests.kernels.shards import COPIES, DTYPES, ODD_SIZES, close, make_shard, three_ranges
+from tests.kernels.shards import COPIES, DTYPES, ODD_SIZES, close, make_shard, rounded_copy, three_ranges
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 CORRECTIONS = {"bias_correction1": 1 - 0.9**3, "bias_correction2_sqrt": (1 - 0.999**3) ** 0.5}
@@ -53,7 +53,7 @@ def check_step(numel: int, grad_dtype: torch.dtype, copy, function=adamw_) -> No
     close(shard.parameters(), p, p.abs() + 16 * change.abs() + before.double().abs(), ulps=1)
     assert torch.equal(shard.parameters()[untouched], before[untouched])
     if isinstance(copy, torch.dtype):
-        expected = torch.where(untouched, torch.zeros((), dtype=copy), shard.master.to(copy))
+        expected = torch.where(untouched, torch.zeros((), dtype=copy), rounded_copy(shard.master, copy))
         assert torch.equal(shard.copies.data, expected)
 
 
@@ -162,6 +162,36 @@ def test_a_step_with_a_remainder_is_the_step_with_the_fp32_master_bit_for_bit(is
         assert torch.equal(whole.master, split.parameters())
 
 
+@pytest.mark.parametrize("function", [adamw_, adamw_reference_])
+def test_a_bf16_copy_is_rounded_with_ties_away_from_zero_however_the_master_is_kept(isa, function):
+    """A cast would take the even one of two neighbours, and the copies of a split and a whole master would differ."""
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, -1 - 3 * 2**-8]).repeat(9)
+    away = torch.tensor([1 + 2**-7, 1 + 2**-6, -1 - 2**-7, -1 - 2**-6], dtype=torch.bfloat16).repeat(9)
+    unchanged = [ShardRange(start=0, stop=36, lr=0.0, **CORRECTIONS)]
+    for kept in (torch.bfloat16, "remainder"):
+        shard = make_shard(36, torch.float32, kept, 2)
+        if kept == "remainder":
+            shard.copies.data[:], shard.remainder[:] = split_master(ties)
+        else:
+            shard.master[:] = ties
+        step(shard, unchanged, None, function)
+        assert torch.equal(shard.copies.data, away) and torch.equal(shard.parameters(), ties)
+
+
+@pytest.mark.parametrize("function", [adamw_, adamw_reference_])
+def test_without_master_and_remainder_a_step_begins_at_the_bf16_parameter_and_is_rounded(isa, function):
+    for numel in (1, 17, 4099):
+        whole = make_shard(numel, torch.bfloat16, torch.bfloat16, 2)
+        alone = make_shard(numel, torch.bfloat16, torch.bfloat16, 2)
+        for _ in range(3):
+            whole.master[:] = alone.copies.data[:] = whole.copies.data
+            step(whole, three_ranges(numel, **CORRECTIONS), torch.tensor(0.125), function)
+            alone.master = None
+            step(alone, three_ranges(numel, **CORRECTIONS), torch.tensor(0.125), function)
+            assert torch.equal(alone.copies.data, whole.copies.data)
+            assert all(torch.equal(one, other) for one, other in zip(alone.states, whole.states, strict=True))
+
+
 # ---- the quantised copy
 @pytest.mark.parametrize("master", [torch.bfloat16, "remainder"], ids=str)
 @pytest.mark.parametrize(("bits", "block"), [(8, 64), (8, 7), (4, 32), (4, 6)])
@@ -216,10 +246,11 @@ def test_what_is_not_contiguous_is_named():
 def test_wrong_arguments_are_refused_in_words():
     p, m, v, g = (torch.zeros(8) for _ in range(4))
     rest = {"betas": BETAS, "eps": EPS}
-    with pytest.raises(KernelError, match="got both master and remainder or neither"):
-        adamw_(None, m, v, g, [], **rest)
-    with pytest.raises(KernelError, match=r"needs copies\.data, the bf16 copy"):
-        adamw_(None, m, v, g, [], remainder=torch.zeros(8, dtype=torch.int16), **rest)
+    with pytest.raises(KernelError, match="got both master and remainder, expected one"):
+        adamw_(p, m, v, g, [], remainder=torch.zeros(8, dtype=torch.int16), **rest)
+    for remainder in (None, torch.zeros(8, dtype=torch.int16)):
+        with pytest.raises(KernelError, match=r"without master there must be copies\.data, the bf16 copy"):
+            adamw_(None, m, v, g, [], remainder=remainder, **rest)
     with pytest.raises(KernelError, match="expected all in torch.float32 or all in torch.float64"):
         adamw_(p, m.bfloat16(), v, g, [], **rest)
     with pytest.raises(KernelError, match="ranges ascend, do not overlap and lie within it"):

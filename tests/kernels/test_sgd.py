@@ -8,7 +8,7 @@ import torch
 from framework.kernels.library import KernelError
 from framework.kernels.sgd import sgd_, sgd_reference_
 from framework.kernels.shard import ShardRange
-from tests.kernels.shards import COPIES, DTYPES, close, make_shard
+from tests.kernels.shards import COPIES, DTYPES, close, make_shard, rounded_copy
 
 SETTINGS = (
     {"momentum": 0.0},
@@ -36,7 +36,7 @@ def check_steps(numel: int, grad_dtype: torch.dtype, copy, settings: dict, funct
     if buffer is not None:
         close(buffer, optimizer.state[parameter]["momentum_buffer"], size, ulps=9)
     if isinstance(copy, torch.dtype):
-        assert torch.equal(shard.copies.data, shard.master.to(copy))
+        assert torch.equal(shard.copies.data, rounded_copy(shard.master, copy))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -71,7 +71,7 @@ class HeldModule:
             for name in STEPS:
                 delattr(self.module, name)
         for buffer in engine.buffers:
-            shard = buffer.master if buffer.layout.requires_grad else buffer.shard
+            shard = buffer.masters()
             whole = torch.empty(buffer.padded, dtype=shard.dtype, device=buffer.full.device)
             buffer.shard_comm.all_gather(whole, shard.to(whole.device), buffer.gather_tag).wait()
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):

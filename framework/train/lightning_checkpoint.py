@@ -110,11 +110,12 @@ def take_over(engine: ZeroEngine) -> None:
     """Give masters the values of their parameters, where the module was given back and its weights have been changed since."""
     for buffer in engine.buffers:
         parameters = {slot.name: parameter for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)}
-        for piece in buffer.pieces:
-            master = buffer.master[piece.shard_start : piece.shard_stop]
-            now = parameters[piece.slot.name].reshape(-1)[piece.start : piece.stop].to(master.device)
-            changed = now != master.to(now.dtype)
-            master[changed] = now[changed].to(master.dtype)
+        with buffer.rewriting() as masters:
+            for piece in buffer.pieces:
+                master = masters[piece.shard_start : piece.shard_stop]
+                now = parameters[piece.slot.name].reshape(-1)[piece.start : piece.stop].to(master.device)
+                changed = now != master.to(now.dtype)
+                master[changed] = now[changed].to(master.dtype)
 
 
 def local_path(path: str | Path) -> Path:

@@ -8,14 +8,18 @@ autograd does not take a gather for an in-place change of the parameters.
 
     full    compute dtype  [S * N]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
-    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory
+    master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same place
     grad_full              [S * N]  gradients as backward produces them, master dtype
     grad    master dtype   [S]      this rank's sum over micro-batches and ranks
+
+What lies on a disk is an extent in `stored`; as a tensor it reads as NaN, too, and `masters()` and `rewriting()` are the ways to its values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -23,6 +27,7 @@ from torch import nn
 from framework.zero.comm import Comm, Handle
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
+from framework.zero.nvme import Extent, Pending
 from framework.zero.offload import HostMemory, wait
 from framework.zero.policy import FULL, SHARDED, Policy
 
@@ -120,8 +125,12 @@ class FlatBuffer:
         self._unreadable: list[torch.Tensor] = []
 
         self.master_on_host = master_on_host
-        """Whether masters and optimizer state lie in host memory (`offload.py`)."""
-        self.shard_on_host = host.config.params != "none" and not self.permanent
+        """Whether masters and optimizer state lie in host memory or on the disk, and the host updates them (`offload.py`)."""
+        params_at = "none" if self.permanent else host.config.params
+        masters_at = host.config.optimizer if master_on_host else "none"
+        self.shard_on_host = params_at == "cpu"
+        self.stored: dict[str, Extent] = {}
+        """What lies on the disk: `shard`, `master` and, by its names, optimizer state; [S] each."""
         self.updating: Future | None = None
         """The update that is under way on the host."""
 
@@ -136,19 +145,30 @@ class FlatBuffer:
             self.shard = self.alias[self.start : self.start + self.shard_numel]
             meter.add("params", self._full_bytes)
         else:
-            if self.shard_on_host:
+            if params_at == "nvme":
+                self.stored["shard"] = host.on_disk("params", self._named("shard"), self.shard_numel, compute_dtype)
+                self.shard = _unreadable(compute_dtype, torch.device("cpu")).expand(self.shard_numel)
+            elif self.shard_on_host:
                 self.shard = host.zeros("params", self.shard_numel, compute_dtype)
             else:
                 self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
                 meter.add("params", self.shard.nbytes)
             meter.add("gathered", self._full_bytes)
         self.master = self.shard
-        if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
-            if master_on_host:
+        if not (layout.requires_grad and (compute_dtype != master_dtype or masters_at != params_at)):
+            if params_at == "nvme":
+                self.stored["master"] = self.stored["shard"]
+        else:
+            if masters_at == "nvme":
+                self.stored["master"] = host.on_disk("master", self._named("master"), self.shard_numel, master_dtype)
+                self.master = _unreadable(master_dtype, torch.device("cpu")).expand(self.shard_numel)
+            elif masters_at == "cpu":
                 self.master = host.zeros("master", self.shard_numel, master_dtype)
             else:
                 self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
                 meter.add("master", self.master.nbytes)
+        self._fetching: Pending | None = None
+        """The read of `shard` from the disk into `full`, before it can be gathered."""
         self._gathering: Handle | None = None
 
         self.grad: torch.Tensor | None = None
@@ -182,8 +202,7 @@ class FlatBuffer:
         """Make `parameters`, one for each slot, views of `full` for as long as it is present and current."""
         self.parameters = parameters
         self._views = [self.view(slot) for slot in self.layout.slots]
-        empty = torch.zeros((), dtype=self.compute_dtype, device=self.full.device)
-        unreadable = empty.fill_(torch.nan) if self.layout.integer is None else ~empty
+        unreadable = _unreadable(self.compute_dtype, self.full.device)
         self._unreadable = [unreadable.expand(slot.shape) for slot in self.layout.slots]
         self._point_at(self._views if self.readable else self._unreadable)
 
@@ -198,8 +217,48 @@ class FlatBuffer:
 
     @property
     def is_written_with_master(self) -> bool:
-        """Whether a kernel that updates masters can write `shard`, too: not from the device into host memory."""
-        return self.master_on_host or not self.shard_on_host
+        """Whether an update of masters brings `shard` up to date, too: not from the device into host memory or onto the disk."""
+        return self.master_on_host or not (self.shard_on_host or "shard" in self.stored)
+
+    @property
+    def is_copied_to(self) -> bool:
+        """Whether an update on the host reaches `shard` through a copy to the device."""
+        return self.master_on_host and not self.shard_on_host and "shard" not in self.stored
+
+    @property
+    def shard_follows_on_disk(self) -> bool:
+        """Whether `shard` lies on the disk and is another extent than the masters."""
+        return "shard" in self.stored and self.stored["shard"] is not self.stored.get("master")
+
+    @property
+    def state_on_disk(self) -> list[Extent]:
+        """Masters and optimizer state that an update reads and writes, in the order in which they were made."""
+        on_disk = self.layout.requires_grad and "master" in self.stored
+        return [extent for key, extent in self.stored.items() if key != "shard"] if on_disk else []
+
+    def store_moments(self, host: HostMemory, names: Sequence[str]) -> None:
+        """Make room for optimizer state beside masters that lie on the disk."""
+        for name in names:
+            self.stored[name] = host.on_disk("optimizer", self._named(name), self.shard_numel, self.master_dtype)
+
+    def masters(self) -> torch.Tensor:
+        """The masters [S], of a frozen buffer the parameters; from the disk a copy in host memory."""
+        return self.read_stored("master") if "master" in self.stored else self.master
+
+    def read_stored(self, key: str) -> torch.Tensor:
+        """[S] in host memory."""
+        out = torch.empty(self.shard_numel, dtype=self.stored[key].dtype)
+        self.stored[key].read(out).wait()
+        return out
+
+    @contextmanager
+    def rewriting(self, key: str = "master") -> Iterator[torch.Tensor]:
+        """The masters [S] (of a frozen buffer the parameters), or optimizer state on the disk, to be changed inside. After masters,
+        `publish` follows."""
+        values = self.read_stored(key) if key in self.stored else self.master
+        yield values
+        if key in self.stored:
+            self.stored[key].write(values).wait()
 
     @property
     def readable(self) -> bool:
@@ -237,12 +296,18 @@ class FlatBuffer:
         self.stale = False
         self._point_at(self._views)
         shard = self.shard
+        if "shard" in self.stored:
+            self._fetching = self.stored["shard"].read(self.alias[self.start : self.start + self.shard_numel])
+            return  # all ranks must gather in the same order, and how long a disk takes is different on each
         if self.shard_on_host:
             shard = self.alias[self.start : self.start + self.shard_numel]
             shard.copy_(self.shard, non_blocking=True)
         self._gathering = self.shard_comm.all_gather(self.alias, shard, self.gather_tag)
 
     def wait(self) -> None:
+        if self._fetched():
+            shard = self.alias[self.start : self.start + self.shard_numel]
+            self._gathering = self.shard_comm.all_gather(self.alias, shard, self.gather_tag)
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -251,11 +316,20 @@ class FlatBuffer:
         """Free the gathered parameters where the policy keeps them sharded."""
         if self.permanent or not self.present:
             return
-        self.wait()
+        if not self._fetched():  # what was fetched in vain need not be gathered
+            self.wait()
         self._point_at(self._unreadable)
         self._storage.resize_(0)
         self.meter.add("gathered", -self._full_bytes)
         self.present = False
+
+    def _fetched(self) -> bool:
+        """Whether a read was under way, which now is done."""
+        fetching, self._fetching = self._fetching, None
+        if fetching is None:
+            return False
+        fetching.wait()
+        return True
 
     def finish_update(self) -> None:
         """Wait for the update that is under way on the host."""
@@ -267,7 +341,10 @@ class FlatBuffer:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
         if self.master is not self.shard and not written:
-            self.shard.copy_(self.master)
+            if "shard" in self.stored:
+                self.stored["shard"].write(self.masters()).wait()
+            else:
+                self.shard.copy_(self.masters())
         self._outdate()
 
     def _outdate(self) -> None:
@@ -345,6 +422,7 @@ class FlatBuffer:
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
+        self._fetched()
         comm = self.shard_comm if self.shard_comm.size > 1 else self.replicate_comm
         for handle in (self._gathering, self._reducing):
             if handle is not None:
@@ -364,3 +442,17 @@ class FlatBuffer:
             parameter.grad = None
         self._outdate()
         self.release()
+
+    def _named(self, what: str) -> str:
+        return f"{self.layout.unit or 'the root'}'s {what}"
+
+
+def _unreadable(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN; of integers, its bytes."""
+    value = torch.zeros((), dtype=dtype, device=device)
+    return value.fill_(torch.nan) if dtype.is_floating_point else ~value
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` only stands for values that lie on the disk."""
+    return tensor.untyped_storage().nbytes() < tensor.nbytes

@@ -50,7 +50,7 @@ class ZeroEngine:
         zero: stage and prefetching.
         precision: data type of parameters in forward and backward; masters and gradient sums are fp32 (fp64 for float64), and for
             float16 the loss is scaled.
-        offload: which model state lies in host memory.
+        offload: which model state lies in host memory or on a disk.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
@@ -62,6 +62,7 @@ class ZeroEngine:
 
     Raises:
         ValueError, TypeError: for an optimizer or module that cannot be sharded, saying why.
+        UserError: for a disk that cannot be used or has no room for what is offloaded to it.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class ZeroEngine:
         self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
         self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
 
-        self.memory, self.host_memory = MemoryMeter(), MemoryMeter()
+        self.memory, self.host_memory, self.disk = MemoryMeter(), MemoryMeter(), MemoryMeter()
         """Bytes of model state on the device, and what is offloaded."""
-        self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
+        self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory, self.disk)
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
         self.pool = GradPool(self.memory)

@@ -24,9 +24,9 @@ of integers."""
 def fill_from_reader(buffers: list[FlatBuffer], read: Read, show: bool) -> None:
     """Read exactly this rank's pieces. Raises TypeError where a parameter of integers is not given as what it is."""
     for buffer in progress(buffers, "loading weights", unit="blocks", show=show):
-        target = buffer.master if buffer.layout.requires_grad else buffer.shard
-        for piece in buffer.pieces:
-            _put(target[piece.shard_start : piece.shard_stop], read(piece.slot.name, piece.start, piece.stop), piece.slot.name)
+        with buffer.rewriting() as target:
+            for piece in buffer.pieces:
+                _put(target[piece.shard_start : piece.shard_stop], read(piece.slot.name, piece.start, piece.stop), piece.slot.name)
         buffer.publish()
 
 
@@ -100,8 +100,8 @@ def place_module_buffers(module: nn.Module, device: torch.device, world: Comm) -
 
 
 def _keep_shard(buffer: FlatBuffer, full: torch.Tensor) -> None:
-    target = buffer.master if buffer.layout.requires_grad else buffer.shard
-    target.copy_(full[buffer.start : buffer.start + buffer.shard_numel])
+    with buffer.rewriting() as target:
+        target.copy_(full[buffer.start : buffer.start + buffer.shard_numel])
     buffer.publish()
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from framework.config.schema import OffloadConfig
-from framework.zero.layout import UnitLayout
-from framework.zero.policy import FULL, SHARDED, WORKERS, Policy, offloaded
+from framework.zero.layout import Layout, UnitLayout
+from framework.zero.nvme import STAGING_BYTES, stored_bytes
+from framework.zero.policy import FULL, SHARDED, Policy, offloaded, workers
 
 
 @dataclass
@@ -38,7 +39,7 @@ class MemoryMeter:
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
     """Bytes of model state per rank by the formula: what stays, and the most that comes on top while a step runs. `host` lies in host
-    memory, all else on the device."""
+    memory, `disk` on the disk, all else on the device."""
 
     params: int
     grads: int
@@ -46,6 +47,7 @@ class StateBytes:
     optimizer: int
     temporary: int
     host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -78,25 +80,35 @@ def state_bytes(
     shards, offload = world_size if policy.optimizer is SHARDED else 1, offload or OffloadConfig()
     trained = [layout for unit in units for layout in unit.layouts if layout.requires_grad]
     offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
-    params_on_host = offload.params != "none" and policy.params_at_rest is SHARDED
-    params = grads = master = optimizer = host = 0
+    params_at = offload.params if policy.params_at_rest is SHARDED else "none"
+    params = grads = master = optimizer = host = disk = 0
     for layout in (layout for unit in units for layout in unit.layouts):
         shard, full = layout.shard_numel(shards), layout.padded(shards)
         held = layout.itemsize(compute_itemsize) * (full if policy.params_at_rest is FULL else shard)
-        params, host = (params, host + held) if params_on_host else (params + held, host)
+        if params_at == "nvme":
+            disk += stored_bytes(held)
+        else:
+            params, host = (params, host + held) if params_at == "cpu" else (params + held, host)
         if not layout.requires_grad:
             continue
         grads += master_itemsize * (full if policy.grads is FULL else shard)
-        has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
+        masters_at = offload.optimizer if offloads[layout] else "none"
+        has_master = compute_itemsize != master_itemsize or masters_at != params_at
         masters = master_itemsize * shard if has_master else 0
         moments = optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
-        if offloads[layout]:
+        if masters_at == "nvme":
+            disk += stored_bytes(masters) + optimizer_itemsize // master_itemsize * stored_bytes(master_itemsize * shard)
+        elif masters_at == "cpu":
             host += masters + moments
         else:
             master, optimizer = master + masters, optimizer + moments
     staged = [layout.shard_numel(shards) for layout in trained if offloads[layout]]
     if staged:
-        host += min(WORKERS, len(staged)) * max(staged) * (master_itemsize + (0 if params_on_host else compute_itemsize))
+        of_element = master_itemsize + (compute_itemsize if params_at == "none" else 0)
+        of_element += master_itemsize + optimizer_itemsize if offload.optimizer == "nvme" else 0
+        host += min(workers(offload), len(staged)) * max(staged) * of_element
+    if "nvme" in (offload.optimizer, offload.params):
+        host += STAGING_BYTES
 
     def gathered(unit: UnitLayout) -> int:
         return sum(layout.itemsize(compute_itemsize) * layout.padded(shards) for layout in unit.layouts)
@@ -127,4 +139,44 @@ def state_bytes(
         in_backward = max(in_backward, always + held + under_way * largest(received))
     at_end = always + received(root) + min(1, len(blocks)) * largest(received)
     temporary = max(in_backward, at_end)
-    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)
+    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host, disk=disk)
+
+
+def disk_traffic(
+    units: list[UnitLayout],
+    policy: Policy,
+    world_size: int,
+    *,
+    compute_itemsize: int,
+    master_itemsize: int = 4,
+    optimizer_itemsize: int = 8,
+    prefetch_bytes: int = 0,
+    micro_batches: int = 1,
+    offload: OffloadConfig,
+) -> tuple[int, int]:
+    """Bytes that one rank reads from the disk and writes to it in a step with `micro_batches` and all parameters in use.
+
+    Optimizer state is read and written once. Shards of parameters are read whenever they are gathered: for forward and, where they were
+    released in between, for backward, which the last block, if prefetching knows it, and the root are not.
+    """
+    shards = world_size if policy.optimizer is SHARDED else 1
+    trained = [layout for unit in units for layout in unit.layouts if layout.requires_grad]
+    offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
+    params_at = offload.params if policy.params_at_rest is SHARDED else "none"
+
+    def shard_bytes(layout: Layout) -> int:
+        return stored_bytes(layout.itemsize(compute_itemsize) * layout.shard_numel(shards))
+
+    read = written = 0
+    for layout in trained:
+        masters_at = offload.optimizer if offloads[layout] else "none"
+        if masters_at == "nvme":
+            state = (1 + optimizer_itemsize // master_itemsize) * stored_bytes(master_itemsize * layout.shard_numel(shards))
+            read, written = read + state, written + state
+        if params_at == "nvme" and (masters_at != "nvme" or compute_itemsize != master_itemsize):
+            written += shard_bytes(layout)
+    if params_at == "nvme":
+        for index, unit in enumerate(units):
+            is_kept = index == 0 or policy.params_kept is FULL or (prefetch_bytes > 0 and index == len(units) - 1)
+            read += micro_batches * (1 if is_kept else 2) * sum(map(shard_bytes, unit.layouts))
+    return read, written

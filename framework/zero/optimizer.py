@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from framework import torch_private
-from framework.zero.buffer import FlatBuffer
+from framework.zero.buffer import FlatBuffer, is_elsewhere
 from framework.zero.flat_optimizer import FlatOptimizer
 from framework.zero.layout import Piece
 from framework.zero.offload import HostMemory, HostUpdates
@@ -71,8 +71,16 @@ class ShardedOptimizer:
         on_host = [buffer for buffer in buffers if buffer.master_on_host]
         self._updates = self._flat = None
         if FlatOptimizer.takes(optimizer, buffers):
-            self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
+            moments = FlatOptimizer.states_of(optimizer)
+            self._updates = HostUpdates(host, on_host, buffers[0].full.device, len(moments)) if on_host else None
+            for buffer in on_host if host.config.optimizer == "nvme" else ():
+                buffer.store_moments(host, moments)
             self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
+        elif on_host and host.config.optimizer == "nvme":
+            raise ValueError(
+                f"{type(optimizer).__name__} with these options runs by torch alone, on state in memory: for optimizer='nvme' use AdamW, Lion "
+                "or SGD without options that our kernels do not have, or optimizer='cpu'"
+            )
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
@@ -124,10 +132,10 @@ class ShardedOptimizer:
         if self._flat is not None:
             self._flat.take_back_count()
 
-    def adopt_state(self) -> None:
-        """State was put into `torch.state` from outside."""
+    def adopt_state(self, buffer: FlatBuffer) -> None:
+        """State of `buffer` was put into `torch.state` from outside."""
         if self._flat is not None:
-            self._flat.adopt_state()
+            self._flat.adopt_state(buffer)
 
     @property
     def writes_shards(self) -> bool:
@@ -140,8 +148,8 @@ class ShardedOptimizer:
             yield buffer, piece, self.torch.state.get(shard, {})
 
     def state_nbytes(self, *, on_host: bool) -> int:
-        """Bytes of the optimizer state that lies in host memory, or of the rest; of a tensor that several parameters have views of, all of
+        """Bytes of the optimizer state that lies in host memory, or of that on the device; of a tensor that several parameters have views of, all of
         it, once."""
         states = [state for buffer, _, state in self.state_pieces() if buffer.master_on_host is on_host]
-        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and not is_elsewhere(value)]
         return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}.values())

@@ -49,8 +49,11 @@ def policy_of(zero: ZeroConfig) -> Policy:
     return policy if zero.reshard_after_forward else policy._replace(params_kept=FULL)
 
 
-WORKERS = 2
-"""Threads that update what is offloaded, and so the number of buffers in staging at a time."""
+def workers(config: OffloadConfig) -> int:
+    """Threads that update what is offloaded, and so the number of buffers in staging at a time: one is copied or read while the kernel works
+    on another, and from a disk a third is written back."""
+    return 3 if config.optimizer == "nvme" else 2
+
 
 
 def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool]:

@@ -1,7 +1,8 @@
 """What one rank writes of a step: its intervals of the flat masters and optimizer state, and the numbers that belong to them.
 
 What a rank has follows from its place alone, so nothing is planned together. `Contents` holds no copy: a tensor's sources are the engine's
-own memory, which the next optimizer step changes, until `copy_into` has been called.
+own memory, which the next optimizer step changes, until `copy_into` has been called. What lies on a disk can be held instead, where no
+step changes it until it is let go.
 
 Unusual: state that is replicated over ranks is taken in equal shares, so that every element is written once under any ZeRO stage.
 """
@@ -19,10 +20,23 @@ from torch import Tensor
 from framework.zero import ZeroEngine
 from framework.zero.buffer import FlatBuffer
 from framework.zero.layout import ALIGN, Piece
+from framework.zero.nvme import Extent
 
 MASTER = "master"
 States = list[list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]]
 """Of each buffer: (piece, its optimizer state with one value per element, the rest of it)."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Elements of an extent, from `start` on."""
+
+    extent: Extent
+    start: int
+    count: int
+
+    def numel(self) -> int:
+        return self.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +48,13 @@ class FlatTensor:
     start: int
     stop: int
     dtype: torch.dtype
-    sources: list[tuple[int, Tensor]]
+    sources: list[tuple[int, Tensor | OnDisk]]
     """(where in the flat space it begins, 1-D tensor) in order; zeros lie between."""
+
+    @property
+    def extents(self) -> list[Extent]:
+        """What of it lies on a disk."""
+        return [source.extent for _, source in self.sources if isinstance(source, OnDisk)]
 
     @property
     def nbytes(self) -> int:
@@ -47,13 +66,21 @@ class FlatTensor:
         for begin, source in self.sources:
             low, high = begin - self.start, begin - self.start + source.numel()
             out[at:low].zero_()
-            out[low:high].copy_(source, non_blocking=source.is_cuda and out.is_pinned())
+            if isinstance(source, OnDisk):
+                source.extent.read(out[low:high], source.start).wait()
+            else:
+                out[low:high].copy_(source, non_blocking=source.is_cuda and out.is_pinned())
             at = high
         out[at:].zero_()
 
     def in_host_memory(self) -> Tensor:
         """The same as a tensor, without a copy where that is possible."""
-        if len(self.sources) == 1 and self.sources[0][1].numel() == self.stop - self.start and self.sources[0][1].device.type == "cpu":
+        if (
+            not self.extents
+            and len(self.sources) == 1
+            and self.sources[0][1].numel() == self.stop - self.start
+            and self.sources[0][1].device.type == "cpu"
+        ):
             return self.sources[0][1].detach()
         out = torch.empty(self.stop - self.start, dtype=self.dtype)
         self.copy_into(out)
@@ -87,8 +114,17 @@ def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[
     if start == stop:
         return
     own = {"start": start, "stop": stop, "dtype": buffer.master.dtype}
-    yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[start - buffer.start : stop - buffer.start])], **own)
+    here = slice(start - buffer.start, stop - buffer.start)
+
+    def on_disk(key: str) -> list[tuple[int, OnDisk]]:
+        return [(start, OnDisk(buffer.stored[key], here.start, stop - start))]
+
+    masters = on_disk(MASTER) if MASTER in buffer.stored else [(start, buffer.master[here])]
+    yield FlatTensor(name=f"{number}/{MASTER}", sources=masters, **own)
     for key in sorted({key for _, flat, _ in states for key in flat}):
+        if key in buffer.stored:
+            yield FlatTensor(name=f"{number}/{key}", sources=on_disk(key), **own)
+            continue
         sources = []
         for piece, flat, _ in states:
             begin = buffer.start + piece.shard_start

@@ -245,7 +245,7 @@ class OffloadConfig:
     fraction: float = 1.0
     """optimizer: share of the trained parameters, to whole blocks, the last ones of the model; the others' stay on the device."""
     nvme_path: str | None = None
-    """nvme: a folder on a local disk of each machine, fast and with room for what the plan says of all ranks there. The room is taken when a
+    """nvme: a folder on a fast local disk of each machine, with room for what the plan says of all ranks there. The room is taken when a
     run starts, in files without names, which are gone when it ends, however it does; checkpoints lie elsewhere."""
 
 

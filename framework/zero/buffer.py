@@ -12,7 +12,7 @@ autograd does not take a gather for an in-place change of the parameters.
     grad_full              [S * N]  gradients as backward produces them, master dtype
     grad    master dtype   [S]      this rank's sum over micro-batches and ranks
 
-What lies on a disk is an extent in `stored`; as a tensor it reads as NaN, too, and `masters()` and `rewriting()` are the ways to its values.
+What lies on a disk is an extent in `stored`; as a tensor it reads as NaN, too. `masters()` and `rewriting()` lead to its values.
 """
 
 from __future__ import annotations

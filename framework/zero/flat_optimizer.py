@@ -109,7 +109,7 @@ class FlatOptimizer:
         if rule is None or any(map(_other_arithmetic, optimizer.param_groups)):
             return False
         if any(buffer.state_on_disk for buffer in buffers):
-            return True
+            return buffers[0].master_dtype is torch.float32
         copies = [buffer.master.new_empty(0, dtype=buffer.compute_dtype) for buffer in buffers]
         return all(library_for(rule.function, buffer.master, copy) is not None for buffer, copy in zip(buffers, copies, strict=True))
 
@@ -211,7 +211,7 @@ class FlatOptimizer:
         places = [slice(*self._located(buffer, shard)) for shard in foreign]
         loaded = [self._torch.state.get(shard.parameter) or {} for shard in foreign]
         moments = dict(zip(self.states_of(self._torch), self._moments_of(buffer), strict=True))
-        for key, flat in moments.items():
+        for key in moments:
             with self._rewriting(buffer, key, any(key in state for state in loaded)) as values:
                 for state, at in zip(loaded, places, strict=True) if values is not None else ():
                     if key not in state:
@@ -243,8 +243,8 @@ def _update(
     copy: torch.Tensor | None,
     factor: torch.Tensor,
 ) -> list[ShardRange]:
-    """All ranges of a buffer's extent ([n] each). `state`: master and moments; `copy`: the parameters in the compute dtype. Returns what was
-    updated."""
+    """All ranges of a buffer's extent ([n] each). `state`: master and moments; `copy`: the parameters in the compute dtype. Returns what
+    was updated."""
     master, *moments = state
     copies = None if copy is None else ShardCopies(data=copy)
     for call, ranges in calls.items():

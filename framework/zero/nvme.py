@@ -82,9 +82,9 @@ class Store:
     """
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         try:
-            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  it lives as long as the store
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # lives as long as the store
         except OSError as error:
             raise unusable(self.folder, error) from error
         self._descriptor = _past_the_cache(self._file.fileno())
@@ -253,6 +253,18 @@ def on_stream(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) 
     if after is not None:
         stream.wait_event(after)
     return torch.cuda.stream(stream)
+
+
+def takes_direct_io(folder: str | Path) -> bool:
+    """Whether reads and writes of a store there go past the system's cache. Raises UserError for a folder that cannot be used."""
+    try:
+        with tempfile.TemporaryFile(dir=Path(folder).expanduser(), buffering=0) as file:
+            direct = _past_the_cache(file.fileno())
+    except OSError as error:
+        raise unusable(Path(folder), error) from error
+    if direct is not None:
+        os.close(direct)
+    return direct is not None
 
 
 def unusable(folder: Path, error: OSError) -> UserError:

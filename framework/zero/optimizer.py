@@ -78,8 +78,8 @@ class ShardedOptimizer:
             self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
         elif on_host and host.config.optimizer == "nvme":
             raise ValueError(
-                f"{type(optimizer).__name__} with these options runs by torch alone, on state in memory: for optimizer='nvme' use AdamW, Lion "
-                "or SGD without options that our kernels do not have, or optimizer='cpu'"
+                f"{type(optimizer).__name__} as it is here runs by torch alone, on state in memory: for OffloadConfig(optimizer='nvme') use "
+                "AdamW, Lion or SGD with fp32 masters and without options that our kernels do not have, or optimizer='cpu'"
             )
 
     def step(self, factor: torch.Tensor, finite: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
@@ -148,8 +148,8 @@ class ShardedOptimizer:
             yield buffer, piece, self.torch.state.get(shard, {})
 
     def state_nbytes(self, *, on_host: bool) -> int:
-        """Bytes of the optimizer state that lies in host memory, or of that on the device; of a tensor that several parameters have views of, all of
-        it, once."""
+        """Bytes of the optimizer state that lies in host memory, or of that on the device; of a tensor that several parameters have views
+        of, all of it, once."""
         states = [state for buffer, _, state in self.state_pieces() if buffer.master_on_host is on_host]
         values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and not is_elsewhere(value)]
         return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in values}.values())

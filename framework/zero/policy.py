@@ -50,10 +50,9 @@ def policy_of(zero: ZeroConfig) -> Policy:
 
 
 def workers(config: OffloadConfig) -> int:
-    """Threads that update what is offloaded, and so the number of buffers in staging at a time: one is copied or read while the kernel works
-    on another, and from a disk a third is written back."""
+    """Threads that update what is offloaded, and so the number of buffers in staging at a time: one is copied or read while the kernel
+    works on another; one that came from a disk is written back meanwhile."""
     return 3 if config.optimizer == "nvme" else 2
-
 
 
 def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool]:

@@ -108,6 +108,8 @@ class Store:
         extent = Extent(self, name, self.nbytes, numel, dtype)
         wanted = stored_bytes(extent.nbytes)
         try:
+            if wanted > shutil.disk_usage(self.folder).free:  # else the attempt would fill the disk for a while
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _allocate(self._file.fileno(), self.nbytes, wanted)
         except OSError as error:
             raise self.failed(f"in reserving {wanted:,} bytes for {name} beside {self.nbytes:,} that this rank has", error) from error

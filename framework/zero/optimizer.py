@@ -78,7 +78,7 @@ class ShardedOptimizer:
             self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
         elif on_host and host.config.optimizer == "nvme":
             raise ValueError(
-                f"{type(optimizer).__name__} as it is here runs by torch alone, on state in memory: for OffloadConfig(optimizer='nvme') use "
+                f"{type(optimizer).__name__} as it is here runs by torch alone, on state in memory: for optimizer='nvme' use "
                 "AdamW, Lion or SGD with fp32 masters and without options that our kernels do not have, or optimizer='cpu'"
             )
 

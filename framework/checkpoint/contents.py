@@ -1,7 +1,8 @@
 """What one rank writes of a step: its intervals of the flat masters and optimizer state, and the numbers that belong to them.
 
 What a rank has follows from its place alone, so nothing is planned together. `Contents` holds no copy: a tensor's sources are the engine's
-own memory, which the next optimizer step changes, until `copy_into` has been called.
+own memory, which the next optimizer step changes, until `copy_into` has been called. What lies on a disk can be held instead, where no
+step changes it until it is let go.
 
 Unusual: state that is replicated over ranks is taken in equal shares, so that every element is written once under any ZeRO stage.
 """
@@ -20,10 +21,23 @@ from torch import Tensor
 from framework.zero import ZeroEngine
 from framework.zero.buffer import FlatBuffer
 from framework.zero.layout import Piece
+from framework.zero.nvme import Extent
 
 MASTER = "master"
 States = list[list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]]
 """Of each buffer: (piece, its optimizer state with one value per element, the rest of it)."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Elements of an extent, from `start` on."""
+
+    extent: Extent
+    start: int
+    count: int
+
+    def numel(self) -> int:
+        return self.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +49,15 @@ class FlatTensor:
     start: int
     stop: int
     dtype: torch.dtype
-    sources: list[tuple[int, Tensor]]
+    sources: list[tuple[int, Tensor | OnDisk]]
     """(where in the flat space it begins, 1-D tensor) in order; zeros lie between."""
     write_into: Callable[[Tensor], object] | None = None
     """Gives the values in the place of `sources`, where they are no tensor of that dtype."""
+
+    @property
+    def extents(self) -> list[Extent]:
+        """What of it lies on a disk."""
+        return [source.extent for _, source in self.sources if isinstance(source, OnDisk)]
 
     @property
     def nbytes(self) -> int:
@@ -53,13 +72,21 @@ class FlatTensor:
         for begin, source in self.sources:
             low, high = begin - self.start, begin - self.start + source.numel()
             out[at:low].zero_()
-            out[low:high].copy_(source, non_blocking=source.is_cuda and out.is_pinned())
+            if isinstance(source, OnDisk):
+                source.extent.read(out[low:high], source.start).wait()
+            else:
+                out[low:high].copy_(source, non_blocking=source.is_cuda and out.is_pinned())
             at = high
         out[at:].zero_()
 
     def in_host_memory(self) -> Tensor:
         """The same as a tensor, without a copy where that is possible."""
-        if len(self.sources) == 1 and self.sources[0][1].numel() == self.stop - self.start and self.sources[0][1].device.type == "cpu":
+        if (
+            not self.extents
+            and len(self.sources) == 1
+            and self.sources[0][1].numel() == self.stop - self.start
+            and self.sources[0][1].device.type == "cpu"
+        ):
             return self.sources[0][1].detach()
         out = torch.empty(self.stop - self.start, dtype=self.dtype)
         self.copy_into(out)
@@ -92,12 +119,21 @@ def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[
     start, stop = _extent(buffer)
     if start == stop:
         return
-    own, first = {"start": start, "stop": stop, "dtype": buffer.master_dtype}, start - buffer.start
-    if buffer.master is None:
-        yield FlatTensor(name=f"{number}/{MASTER}", sources=[], write_into=partial(buffer.write_masters, first), **own)
+    own, here = {"start": start, "stop": stop, "dtype": buffer.master_dtype}, slice(start - buffer.start, stop - buffer.start)
+
+    def on_disk(key: str) -> list[tuple[int, OnDisk]]:
+        return [(start, OnDisk(buffer.stored[key], here.start, stop - start))]
+
+    if MASTER in buffer.stored:
+        yield FlatTensor(name=f"{number}/{MASTER}", sources=on_disk(MASTER), **own)
+    elif buffer.master is None:
+        yield FlatTensor(name=f"{number}/{MASTER}", sources=[], write_into=partial(buffer.write_masters, here.start), **own)
     else:
-        yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[first : stop - buffer.start])], **own)
+        yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[here])], **own)
     for key in sorted({key for _, flat, _ in states for key in flat}):
+        if key in buffer.stored:
+            yield FlatTensor(name=f"{number}/{key}", sources=on_disk(key), **own)
+            continue
         sources = []
         for piece, flat, _ in states:
             begin = buffer.start + piece.shard_start

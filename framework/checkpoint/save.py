@@ -5,6 +5,8 @@
     ...                                                                             steps
     under_way.advance()                                                             collective; see `Save`
 
+What an engine has on a disk is not copied: the thread reads it, and the update of a block waits until that was done.
+
 A thread writes this rank's files, its description last. Rank 0's thread then waits until the descriptions of all ranks are in the folder,
 writes the index and gives the folder its name. So nothing is sent for a save that succeeds, and threads never communicate: whether it has
 succeeded is asked by the main threads, at a step at which all of them are known to be ready (`ZeroEngine.busy`). The format is described
@@ -16,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from framework.disk import write_whole
 from framework.models.safetensors_io import StreamWriter
 from framework.zero import ZeroEngine
 from framework.zero.buffer import FlatBuffer
+from framework.zero.nvme import Extent
 
 CHUNK_BYTES = 1 << 22
 """A checksum covers so many bytes; a reader of a few elements reads and checks whole chunks."""
@@ -60,7 +63,8 @@ def save(engine: ZeroEngine, folder: Path, *, run: dict[str, Any], **more: Any) 
 
 
 class Staging:
-    """One copy of what a rank writes, in host memory: made by the first save and used again by the later ones."""
+    """One copy of what a rank writes, in host memory: made by the first save and used again by the later ones. What lies on a disk is not
+    copied."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -71,27 +75,28 @@ class Staging:
     def nbytes(self) -> int:
         return self._memory.numel()
 
-    def copy(self, tensors: list[FlatTensor], device: torch.device) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """The tensors' values of this moment; on CUDA they are there when the event has come, and must not be changed before."""
+    def copy(self, tensors: list[FlatTensor], device: torch.device) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """The tensors' values of this moment, by name; on CUDA they are there when the event has come, and must not be changed before."""
+        tensors = [tensor for tensor in tensors if not tensor.extents]
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if nbytes > self.nbytes:
             self.free()
             with torch.inference_mode(False):  # a save may follow a validation
                 self._memory = torch.empty(nbytes, dtype=torch.uint8)
             self._pin(device)
-        copies, at = [], 0
+        copies, at = {}, 0
         for tensor in tensors:
-            copies.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype))
+            copies[tensor.name] = self._memory[at : at + tensor.nbytes].view(tensor.dtype)
             at += tensor.nbytes
         if device.type != "cuda":
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_into(copy)
+            for tensor in tensors:
+                tensor.copy_into(copies[tensor.name])
             return copies, None
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_into(copy)
+            for tensor in tensors:
+                tensor.copy_into(copies[tensor.name])
             return copies, self._stream.record_event()
 
     def _pin(self, device: torch.device) -> None:
@@ -143,6 +148,8 @@ class Save:
         self._token, self._error, self._all_written = uuid.uuid4().hex, None, False
         self._written, self._ended, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._wait_until = float("inf")
+        self._held: list[Extent] = []
+        """What no step may change on a disk, because it is still to be read."""
         self._agree(self._begin)
         self._extra = extra if self._world.rank == 0 else None
         buffers = [*engine.trained, *frozen]
@@ -150,14 +157,18 @@ class Save:
         thread = None
         try:
             contents = contents_of(engine, buffers, with_optimizer)
-            copies, engine.reading = (None, None) if staging is None else staging.copy(contents.tensors, engine.device)
+            copies, engine.reading = ({}, None) if staging is None else staging.copy(contents.tensors, engine.device)
+            for tensor in contents.tensors:
+                self._hold(tensor)
             thread = threading.Thread(target=self._run, args=(contents, copies, engine.reading), name="checkpoint", daemon=True)
             thread.start()
         except Exception as error:  # like one in the thread: the other ranks hear of it when they ask
+            self._let_go(*self._held)
             self._fail(error)
         except BaseException:  # Ctrl-C
             if thread is not None and thread.ident is not None:
                 self.abandon()
+            self._let_go(*self._held)
             raise
         self.stall_seconds = time.perf_counter() - self._began
 
@@ -209,14 +220,23 @@ class Save:
         if self._world.rank == 0:
             begin(self.folder)
 
+    def _hold(self, tensor: FlatTensor) -> None:
+        for extent in tensor.extents:
+            extent.hold()
+            self._held.append(extent)
+
+    def _let_go(self, *extents: Extent) -> None:
+        for extent in extents:
+            self._held.remove(extent)
+            extent.let_go()
+
     # ---- in the thread
-    def _run(self, contents: Contents, copies: list[Tensor] | None, copied: torch.cuda.Event | None) -> None:
+    def _run(self, contents: Contents, copies: dict[str, Tensor], copied: torch.cuda.Event | None) -> None:
         partial = partial_folder(self.folder)
         try:
             if copied is not None:
                 copied.synchronize()
-            tensors = copies if copies is not None else (tensor.in_host_memory() for tensor in contents.tensors)
-            self.nbytes = _write_rank(partial, self._world.rank, self._token, contents, tensors)
+            self.nbytes = _write_rank(partial, self._world.rank, self._token, contents, self._values(contents, copies))
             if self._extra:
                 self._index["extra"] = _write_extra(partial, self._extra)
                 self.nbytes += self._index["extra"]["file_bytes"]
@@ -229,7 +249,16 @@ class Save:
                 self._afterwards()
         except Exception as error:
             self._fail(error)
+        finally:
+            self._let_go(*self._held)
         self._ended.set()
+
+    def _values(self, contents: Contents, copies: dict[str, Tensor]) -> Iterator[Tensor]:
+        """Of each tensor: its copy, or what the engine's memory or disk holds. A step may change an extent as soon as it was read."""
+        for tensor in contents.tensors:
+            value = copies[tensor.name] if tensor.name in copies else tensor.in_host_memory()
+            self._let_go(*tensor.extents)
+            yield value
 
     def _described(self, file: Path) -> str:
         """The checksum of a rank's description, once it is there."""

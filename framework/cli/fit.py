@@ -43,6 +43,7 @@ from framework.models.quantized import Read
 from framework.models.selection import check_selection
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.describe import describe
+from framework.plan.disk import require_room
 from framework.plan.plan import DataFacts, Plan, make_plan
 from framework.plan.resume import check_resume, state_of, validates_alike
 from framework.progress import busy
@@ -172,7 +173,7 @@ def watch_over(
         recipe.checkpoint,
         run_state,
         validate_every_n_steps=None if plan.validation is None else recipe.eval.every_n_steps,
-        copy_bytes=plan.checkpoint_bytes,
+        copy_bytes=plan.checkpoint_copy_bytes,
     )
     callbacks = [FailureReporter(run_dir), Agreement(plan.fingerprint), stop, ValidationBar(), progress, patience, saves]
     if recipe.eval.prompts is not None:
@@ -253,6 +254,7 @@ def plan_of(recipe: RecipeConfig, pretrained: Pretrained | None, prepared: Prepa
     validation = None if prepared.validation is None else facts_of(prepared.validation)
     plan = make_plan(recipe, architecture, facts_of(prepared.train, prepared.mix), validation, world_size)
     choose_kernels(recipe.kernels, plan.device_type, plan.compute_dtype)
+    require_room(plan)
     return plan
 
 
@@ -421,6 +423,7 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
         checkpoint_copy_bytes=saves.staging.nbytes if saves.staging else 0,
         peak_offloaded_bytes=strategy.engine.host_memory.peak,
+        peak_disk_bytes=strategy.engine.disk.peak,
         bytes_sent=strategy.engine.world.bytes_sent,
         torch=torch.__version__,
         skipped_steps=strategy.engine.skipped_steps,
@@ -430,6 +433,8 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
     print(f"\npeak model state on rank 0: {memory.peak / 2**20:,.1f} MiB ({_kinds(memory.peak_by_kind)})")
     if host := strategy.engine.host_memory.peak_by_kind:
         print(f"in host memory: {sum(host.values()) / 2**20:,.1f} MiB ({_kinds(host)})")
+    if disk := strategy.engine.disk.peak_by_kind:
+        print(f"on disk: {sum(disk.values()) / 2**20:,.1f} MiB ({_kinds(disk)})")
     if saves.staging and saves.staging.nbytes:
         print(f"copy for checkpoints on rank 0: {saves.staging.nbytes / 2**20:,.1f} MiB of host memory")
     for what, name in (("plot", PLOT), ("metrics", METRICS), ("answers", ANSWERS), ("export", EXPORT)):

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from framework.config.batch import solve_batch
 from framework.config.errors import Problem, UserError
-from framework.config.hardware import check_hardware, world_size
+from framework.config.hardware import check_disk, check_hardware, world_size
 from framework.config.schedule import decay_steps, warmup_steps, warmup_too_long, zero_steps
 from framework.config.schema import (
     DataConfig,
     LlamaConfig,
     ModelConfig,
-    OffloadConfig,
     OptimizerConfig,
     PeftConfig,
     PrecisionConfig,
@@ -27,13 +26,15 @@ from framework.config.schema import (
     ScheduleConfig,
     SourceConfig,
     TrainerConfig,
-    ZeroConfig,
 )
+
+ON_DISK = ("adamw", "lion", "sgd")
+"""Optimizers that our kernels run, which take their state from a disk."""
 
 
 def check(recipe: RecipeConfig) -> list[Problem]:
     """All problems of `recipe` with itself and with this machine."""
-    return check_settings(recipe) + check_hardware(recipe.trainer)
+    return check_settings(recipe) + check_hardware(recipe.trainer) + check_disk(recipe.offload)
 
 
 def check_settings(recipe: RecipeConfig) -> list[Problem]:
@@ -45,7 +46,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_frozen(recipe.model, recipe.peft),
         *_data(recipe.data, recipe.model),
         *_zero(recipe),
-        *_offload(recipe.offload, recipe.zero),
+        *_offload(recipe),
         *_precision(recipe.precision),
         *_master_weights(recipe),
         *_fp32_modules(recipe.precision),
@@ -218,12 +219,20 @@ def _checkpoint(recipe: RecipeConfig) -> Iterator[Problem]:
         yield Problem(path="checkpoint.keep_best", got=got, expected=expected, fix=f"eval.every_n_steps={every or 500}")
 
 
-def _offload(offload: OffloadConfig, zero: ZeroConfig) -> Iterator[Problem]:
+def _offload(recipe: RecipeConfig) -> Iterator[Problem]:
+    offload, zero, optimizer = recipe.offload, recipe.zero, recipe.optimizer.name
     if offload.params != "none" and zero.stage != 3:
         got = f"{offload.params} with zero={zero.stage}, where every rank has all parameters"
         yield Problem(path="offload.params", got=got, expected="zero=3, or offload=optimizer", fix="zero=3")
     if not 0 <= offload.fraction <= 1:
         yield Problem(path="offload.fraction", got=f"{offload.fraction:g}", expected="a share from 0 to 1", fix="offload.fraction=1")
+    if "nvme" in (offload.optimizer, offload.params) and not (offload.nvme_path or "").strip():
+        yield Problem(path="offload.nvme_path", got="nothing", expected="a folder on a local disk", fix="offload.nvme_path=/mnt/nvme")
+    if offload.optimizer == "nvme" and optimizer not in ON_DISK:
+        got, expected = f"nvme with {optimizer}, which torch runs on state in memory", f"one of {', '.join(ON_DISK)}, or cpu"
+        yield Problem(path="offload.optimizer", got=got, expected=expected, fix="offload=optimizer")
+    if offload.optimizer == "nvme" and recipe.precision.compute_dtype == "float64":
+        yield Problem(path="offload.optimizer", got="nvme with float64", expected="cpu, or fp32 masters", fix="offload=optimizer")
 
 
 def _precision(precision: PrecisionConfig) -> Iterator[Problem]:

@@ -1,11 +1,12 @@
-"""What a recipe asks of the machine: how many ranks it will have, and whether their GPUs are there. No torch."""
+"""What a recipe asks of the machine: how many ranks it will have, and whether their GPUs and a disk for offloading are there. No torch."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from framework.config.errors import Problem
-from framework.config.schema import TrainerConfig
+from framework.config.schema import OffloadConfig, TrainerConfig
 from framework.ranks import launched, local_ranks, visible_gpus
 
 LEAST_CPU_RANKS, CPU_RANKS_PER_CORE = 16, 4
@@ -35,3 +36,15 @@ def check_hardware(trainer: TrainerConfig) -> list[Problem]:
         expected = f"at most {most} ranks on the {cores} CPU cores of this machine"
         return [Problem(path="trainer.devices", got=str(trainer.devices), expected=expected, fix=f"trainer.devices={cores}")]
     return []
+
+
+def check_disk(offload: OffloadConfig) -> list[Problem]:
+    """A folder for offloading that is not there is not made: behind a mistyped mount point lies the system's own disk."""
+    if "nvme" not in (offload.optimizer, offload.params) or not (offload.nvme_path or "").strip():
+        return []
+    folder = Path(offload.nvme_path).expanduser()
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return []
+    got = f"{offload.nvme_path}, which " + ("cannot be written to" if folder.is_dir() else "is no folder of this machine")
+    expected = "a folder on a local disk that can be written to"
+    return [Problem(path="offload.nvme_path", got=got, expected=expected, fix="offload.nvme_path=/mnt/nvme")]

@@ -260,14 +260,18 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Group `offload`: model state that lies in host memory instead of the device's."""
+    """Group `offload`: model state that lies in host memory or on a local disk instead of the device's memory."""
 
-    optimizer: Literal["none", "cpu"] = "none"
-    """Master weights and optimizer state. cpu: in host memory, where the CPU updates them, while the device begins with the next step."""
-    params: Literal["none", "cpu"] = "none"
-    """Stage 3, each rank's shard of the parameters. cpu: in host memory, from where gathering a block fetches it."""
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Master weights and optimizer state. cpu: in host memory, where the CPU updates them, while the device begins with the next step.
+    nvme: on the disk of `nvme_path`, from where a few blocks at a time come to be updated in the same way (adamw, lion and sgd)."""
+    params: Literal["none", "cpu", "nvme"] = "none"
+    """Stage 3, each rank's shard of the parameters. cpu, nvme: in host memory or on the disk, from where gathering a block fetches it."""
     fraction: float = 1.0
     """optimizer: share of the trained parameters, to whole blocks, the last ones of the model; the others' stay on the device."""
+    nvme_path: str | None = None
+    """nvme: a folder on a fast local disk of each machine, with room for what the plan says of all ranks there. The room is taken when a
+    run starts, in files without names, which are gone when it ends, however it does; checkpoints lie elsewhere."""
 
 
 MasterWeights = Literal["full", "remainder", "none"]

@@ -9,6 +9,7 @@ from framework.models.documents import attention_way
 from framework.models.lora import scaling
 from framework.models.selection import settings_of, trained_shapes
 from framework.models.targets import quantized_names, target_names
+from framework.plan.disk import describe_disk
 from framework.plan.plan import DataFacts, Plan
 
 CURVE_POINTS = 5
@@ -39,6 +40,7 @@ def describe(plan: Plan) -> str:
         *[("", text) for text in _groups(plan)],
         ("precision", _precision(recipe.precision)),
         *([("in fp32", _in_fp32(plan))] if recipe.precision.fp32_modules else []),
+        *([("offload", describe_disk(plan))] if "nvme" in (recipe.offload.optimizer, recipe.offload.params) else []),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
         ("checkpoints", _checkpoints(plan)),
     ]
@@ -140,7 +142,8 @@ def _checkpoints(plan: Plan) -> str:
     ]
     if not moments:
         return "none"
-    way = "first copied in host memory, then written while training goes on" if config.asynchronous else "training waits"
+    copied = "" if plan.checkpoint_copy_bytes == plan.checkpoint_bytes else f", {plan.checkpoint_copy_bytes / 2**20:,.1f} MiB of it"
+    way = f"first copied in host memory{copied}, then written while training goes on" if config.asynchronous else "training waits"
     return f"{', '.join(moments)}; {mebibytes}, {way}"
 
 
@@ -149,12 +152,12 @@ def _bytes_table(plan: Plan) -> str:
     ranks, offload = plan.batch.world_size, plan.recipe.offload
     offloads = (offload.optimizer, offload.params) != ("none", "none")
     rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
-    names = ("parameters", "gradients", "master", "optimizer", "temporary", "peak", *(("on host",) if offloads else ()))
+    names = ("parameters", "gradients", "master", "optimizer", "temporary", "peak", *(("on host", "on disk") if offloads else ()))
     rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
         cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
-        cells += (state.host,) if offloads else ()
+        cells += (state.host, state.disk) if offloads else ()
         mark = ">" if stage == plan.recipe.zero.stage else " "
         rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
     return "\n".join(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,10 +18,10 @@ from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import choose_trained
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
-from framework.zero.layout import UnitLayout, plan_units
-from framework.zero.memory import StateBytes, state_bytes
+from framework.zero.layout import Layout, UnitLayout, plan_units
+from framework.zero.memory import StateBytes, disk_traffic, state_bytes
 from framework.zero.optimizer_by_name import state_values
-from framework.zero.policy import policy_of
+from framework.zero.policy import offloaded, policy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,28 +93,54 @@ class Plan:
 
     def state_bytes(self, stage: int, rank: int = 0) -> StateBytes:
         """Model-state bytes of a rank at `stage`, by the formula."""
-        compute = self.compute_dtype.itemsize
-        master = max(compute, 4)
         zero = self.recipe.zero
+        policy = policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward))
         return state_bytes(
             self.units,
-            policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward)),
+            policy,
             self.batch.world_size,
             rank=rank,
-            compute_itemsize=compute,
-            master_itemsize=master,
             master_weights=self.recipe.precision.master_weights,
-            optimizer_itemsize=state_values(self.recipe.optimizer) * master,
-            prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",
-            offload=self.recipe.offload,
+            **self._itemsizes,
         )
 
     @property
+    def disk_traffic(self) -> tuple[int, int]:
+        """Bytes that a rank reads from and writes to `offload.nvme_path` in a step."""
+        policy, micro_batches = policy_of(self.recipe.zero), self.batch.accumulate
+        return disk_traffic(self.units, policy, self.batch.world_size, micro_batches=micro_batches, **self._itemsizes)
+
+    @property
+    def _itemsizes(self) -> dict[str, Any]:
+        master = max(self.compute_dtype.itemsize, 4)
+        return {
+            "compute_itemsize": self.compute_dtype.itemsize,
+            "master_itemsize": master,
+            "optimizer_itemsize": state_values(self.recipe.optimizer) * master,
+            "prefetch_bytes": self.recipe.zero.prefetch_bytes,
+            "offload": self.recipe.offload,
+        }
+
+    @property
     def checkpoint_bytes(self) -> int:
-        """What rank 0 writes of masters and optimizer state, which no rank writes more of; as much host memory takes the copy before."""
-        trained = [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
-        elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in trained)
+        """What rank 0 writes of masters and optimizer state, which no rank writes more of."""
+        return self._checkpoint_bytes(self._trained)
+
+    @property
+    def checkpoint_copy_bytes(self) -> int:
+        """Host memory that the copy before takes; what lies on a disk is not copied."""
+        if self.recipe.offload.optimizer != "nvme":
+            return self.checkpoint_bytes
+        on_disk = offloaded(self.recipe.offload, [layout.numel for layout in self._trained])
+        return self._checkpoint_bytes([layout for layout, lies in zip(self._trained, on_disk, strict=True) if not lies])
+
+    @property
+    def _trained(self) -> list[Layout]:
+        return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
+
+    def _checkpoint_bytes(self, layouts: Sequence[Layout]) -> int:
+        elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in layouts)
         return elements * (1 + state_values(self.recipe.optimizer)) * max(self.compute_dtype.itemsize, 4)
 
     @property

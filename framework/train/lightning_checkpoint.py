@@ -109,13 +109,13 @@ def belongs_to(engine: ZeroEngine, module: nn.Module) -> bool:
 def take_over(engine: ZeroEngine) -> None:
     """Give masters the values of their parameters, where the module was given back and its weights have been changed since."""
     for buffer in engine.buffers:
-        masters = buffer.masters()
         parameters = {slot.name: parameter for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True)}
-        for piece in buffer.pieces:
-            master = masters[piece.shard_start : piece.shard_stop]
-            now = parameters[piece.slot.name].reshape(-1)[piece.start : piece.stop].to(master.device)
-            changed = now != master.to(now.dtype)
-            buffer.set_masters(piece.shard_start, torch.where(changed, now.to(master.dtype), master))
+        with buffer.rewriting() as masters:
+            for piece in buffer.pieces:
+                master = masters[piece.shard_start : piece.shard_stop]
+                now = parameters[piece.slot.name].reshape(-1)[piece.start : piece.stop].to(master.device)
+                changed = now != master.to(now.dtype)
+                master[changed] = now[changed].to(master.dtype)
 
 
 def local_path(path: str | Path) -> Path:

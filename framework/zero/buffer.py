@@ -9,16 +9,20 @@ autograd does not take a gather for an in-place change of the parameters.
     full    compute dtype  [P]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     chunk   compute dtype  [C]  what this rank's group has of them on this rank (`grid.py`), where the policy keeps that beside `full`
     shard   compute dtype  [S]  this rank's part: a slice of `full` or `chunk` where that is permanent, else a tensor of its own
-    master  fp32 (fp64)    [S]  `shard` itself where the compute dtype is the master dtype and both lie in the same memory; None where it is
+    master  fp32 (fp64)    [S]  `shard` itself where the compute dtype is the master dtype and both lie in the same place; None where it is
                                 bf16 `shard` and int16 `remainder` [S], or `shard` alone (`PrecisionConfig.master_weights`)
     grad_full              [P]  gradients as backward produces them, master dtype
     grad_chunk             [C]  sums over micro-batches and the ranks of the group, where the policy keeps them so
     grad    master dtype   [S]  this rank's sum over micro-batches and all ranks: a slice of the two above where they are permanent
+
+What lies on a disk is an extent in `stored`; as a tensor it reads as NaN, too. `masters()` and `rewriting()` lead to its values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,79 +30,14 @@ from torch import nn
 from framework.config.schema import MasterWeights
 from framework.kernels.shard import copy_master_, join_master_
 from framework.zero.comm import Comm, Handle
+from framework.zero.grad_pool import GradPool
 from framework.zero.grid import Grid, extents_of
 from framework.zero.groups import Groups
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
+from framework.zero.nvme import Extent, Pending
 from framework.zero.offload import HostMemory, wait
 from framework.zero.policy import FULL, GROUP, WORLD, Policy
-
-
-class GradPool:
-    """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own, and so have modules in fp32, of
-    which a block has a second buffer. At most two reductions of a kind are under way; the next one waits for the older.
-
-    Gaps and padding must be zero: they are when a buffer is made, only parameters are written into it, and it is zeroed when a block with
-    another layout takes it over.
-    """
-
-    def __init__(self, meter: MemoryMeter) -> None:
-        self._meter = meter
-        self._block_numel = {False: 0, True: 0}
-        """By `layout.fp32`."""
-        self._free: dict[tuple[bool, int], list[tuple[torch.Tensor, tuple]]] = {}
-        """By `layout.fp32` and elements: (buffer, extents of the layout that it was last used for)."""
-        self._in_use: dict[FlatBuffer, torch.Tensor] = {}
-        self._reducing: list[FlatBuffer] = []
-
-    def expect(self, buffer: FlatBuffer) -> None:
-        """`buffer` is going to ask; called for all of them before the first asks."""
-        if buffer.layout.unit:
-            self._block_numel[buffer.layout.fp32] = max(self._block_numel[buffer.layout.fp32], buffer.padded)
-
-    def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
-        """Room for the gradients of `buffer` [S * N], with arbitrary values where its parameters lie."""
-        numel = self._block_numel[buffer.layout.fp32] if buffer.layout.unit else buffer.padded
-        free = self._free.setdefault((buffer.layout.fp32, numel), [])
-        if not free:
-            self._finish_all_but_one(buffer.layout.fp32)
-        if free:
-            flat, extents = free.pop()
-        else:
-            flat, extents = buffer.full.new_zeros(numel, dtype=buffer.master_dtype), buffer.extents
-            self._meter.add("reducing", flat.nbytes)
-        grads = flat[: buffer.padded]
-        if extents != buffer.extents:
-            grads.zero_()
-        self._in_use[buffer] = flat
-        return grads
-
-    def release(self, buffer: FlatBuffer) -> None:
-        flat = self._in_use.pop(buffer)
-        self._free[buffer.layout.fp32, flat.numel()].append((flat, buffer.extents))
-
-    def started(self, buffer: FlatBuffer) -> None:
-        """`buffer`'s reduction is under way."""
-        self._finish_all_but_one(buffer.layout.fp32)
-        self._reducing.append(buffer)
-
-    def _finish_all_but_one(self, fp32: bool) -> None:
-        """Wait for the reductions of one kind, oldest first, until the newest is left."""
-        for older in [buffer for buffer in self._reducing if buffer.layout.fp32 is fp32][:-1]:
-            self._reducing.remove(older)
-            older.finish_reduce()
-
-    def finish(self) -> None:
-        """Wait for the reductions under way."""
-        while self._reducing:
-            self._reducing.pop(0).finish_reduce()
-
-    def drop(self) -> None:
-        """Forget everything (after an exception)."""
-        for flat in (*self._in_use.values(), *(flat for free in self._free.values() for flat, _ in free)):
-            self._meter.add("reducing", -flat.nbytes)
-        for forgotten in (self._reducing, self._in_use, self._free):
-            forgotten.clear()
 
 
 class FlatBuffer:
@@ -138,8 +77,12 @@ class FlatBuffer:
         self._unreadable: list[torch.Tensor] = []
 
         self.master_on_host = master_on_host
-        """Whether masters and optimizer state lie in host memory (`offload.py`)."""
-        self.shard_on_host = host.config.params != "none" and not self.permanent
+        """Whether masters and optimizer state lie in host memory or on the disk, and the host updates them (`offload.py`)."""
+        params_at = "none" if self.permanent else host.config.params
+        masters_at = host.config.optimizer if master_on_host else "none"
+        self.shard_on_host = params_at == "cpu"
+        self.stored: dict[str, Extent] = {}
+        """What lies on the disk: `shard`, `master` and, by its names, optimizer state; [S] each."""
         self.updating: Future | None = None
         """The update that is under way on the host."""
 
@@ -159,7 +102,14 @@ class FlatBuffer:
             meter.add("params", self._full_bytes)
         else:
             held_numel = extents.numel(policy.params_at_rest)
-            if self.shard_on_host:
+            if params_at == "nvme":
+                if self._keeps_chunk:
+                    raise ValueError(
+                        "shard_optimizer='world' keeps chunks of parameters in memory, so OffloadConfig(params='nvme') is not for it"
+                    )
+                self.stored["shard"] = host.on_disk("params", self._named("shard"), self.shard_numel, compute_dtype)
+                held = _unreadable(compute_dtype, torch.device("cpu")).expand(self.shard_numel)
+            elif self.shard_on_host:
                 held = host.zeros("params", held_numel, compute_dtype)
             else:
                 held = torch.zeros(held_numel, dtype=compute_dtype, device=device)
@@ -169,17 +119,25 @@ class FlatBuffer:
             meter.add("gathered", self._full_bytes)
         self.master: torch.Tensor | None = self.shard
         self.remainder: torch.Tensor | None = None
-        if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
+        if not (layout.requires_grad and (compute_dtype != master_dtype or masters_at != params_at)):
+            if params_at == "nvme":
+                self.stored["master"] = self.stored["shard"]
+        elif masters_at == "nvme":
+            self.stored["master"] = host.on_disk("master", self._named("master"), self.shard_numel, master_dtype)
+            self.master = _unreadable(master_dtype, torch.device("cpu")).expand(self.shard_numel)
+        else:
             split = master_weights != "full" and compute_dtype is torch.bfloat16
             self.master = None
             if not split or master_weights == "remainder":
                 dtype = torch.int16 if split else master_dtype
-                if master_on_host:
+                if masters_at == "cpu":
                     kept = host.zeros("master", self.shard_numel, dtype)
                 else:
                     kept = torch.zeros(self.shard_numel, dtype=dtype, device=device)
                     meter.add("master", kept.nbytes)
                 self.master, self.remainder = (None, kept) if split else (kept, None)
+        self._fetching: Pending | None = None
+        """The read of `shard` from the disk into `full`, before it can be gathered."""
         self._gathering: Handle | None = None
 
         self.grad: torch.Tensor | None = None
@@ -218,8 +176,7 @@ class FlatBuffer:
         """Make `parameters`, one for each slot, views of `full` for as long as it is present and current."""
         self.parameters = parameters
         self._views = [self.view(slot) for slot in self.layout.slots]
-        empty = torch.zeros((), dtype=self.compute_dtype, device=self.full.device)
-        unreadable = empty.fill_(torch.nan) if self.layout.integer is None else ~empty
+        unreadable = _unreadable(self.compute_dtype, self.full.device)
         self._unreadable = [unreadable.expand(slot.shape) for slot in self.layout.slots]
         self._point_at(self._views if self.readable else self._unreadable)
 
@@ -255,32 +212,62 @@ class FlatBuffer:
         """Where masters and optimizer state lie."""
         return torch.device("cpu") if self.master_on_host else self.full.device
 
+    @property
+    def is_written_with_master(self) -> bool:
+        """Whether an update of masters brings `shard` up to date, too: not from the device into host memory or onto the disk."""
+        return self.master_on_host or not (self.shard_on_host or "shard" in self.stored)
+
+    @property
+    def is_copied_to(self) -> bool:
+        """Whether an update on the host reaches `shard` through a copy to the device."""
+        return self.master_on_host and not self.shard_on_host and "shard" not in self.stored
+
+    @property
+    def shard_follows_on_disk(self) -> bool:
+        """Whether `shard` lies on the disk and is another extent than the masters."""
+        return "shard" in self.stored and self.stored["shard"] is not self.stored.get("master")
+
+    @property
+    def state_on_disk(self) -> list[Extent]:
+        """Masters and optimizer state that an update reads and writes, in the order in which they were made."""
+        on_disk = self.layout.requires_grad and "master" in self.stored
+        return [extent for key, extent in self.stored.items() if key != "shard"] if on_disk else []
+
+    def store_moments(self, host: HostMemory, names: Sequence[str]) -> None:
+        """Make room for optimizer state beside masters that lie on the disk."""
+        for name in names:
+            self.stored[name] = host.on_disk("optimizer", self._named(name), self.shard_numel, self.master_dtype)
+
     def masters(self) -> torch.Tensor:
-        """This rank's parameters as they are updated [S], in the master dtype; new where no tensor holds them. Frozen ones as they are."""
+        """This rank's parameters as they are updated [S], in the master dtype; new in host memory where no tensor holds them. Frozen ones
+        as they are."""
+        if "master" in self.stored:
+            return self.read_stored("master")
         if self.master is not None:
             return self.master
         return self.write_masters(0, torch.empty(self.shard_numel, dtype=self.master_dtype, device=self.state_device))
 
     def write_masters(self, start: int, out: torch.Tensor) -> torch.Tensor:
-        """Write those from element `start` on to `out`, where they are no tensor of their own."""
+        """Write those from element `start` on to `out`, where they are parameter and remainder."""
         at = slice(start, start + out.numel())
-        return join_master_(out, self.shard[at], self._remainder_of(at))
+        return join_master_(out, self.shard[at], None if self.remainder is None else self.remainder[at])
 
-    def set_masters(self, start: int, values: torch.Tensor) -> None:
-        """Change those from element `start` on; `publish` follows."""
-        at = slice(start, start + values.numel())
-        if self.master is not None:
-            self.master[at].copy_(values)
-        else:
-            copy_master_(self.shard[at], values.to(self.state_device, self.master_dtype), self._remainder_of(at))
+    def read_stored(self, key: str) -> torch.Tensor:
+        """[S] in host memory."""
+        out = torch.empty(self.shard_numel, dtype=self.stored[key].dtype)
+        self.stored[key].read(out).wait()
+        return out
 
-    def _remainder_of(self, at: slice) -> torch.Tensor | None:
-        return None if self.remainder is None else self.remainder[at]
-
-    @property
-    def is_written_with_master(self) -> bool:
-        """Whether a kernel that updates masters can write `shard`, too: not from the device into host memory."""
-        return self.master_on_host or not self.shard_on_host
+    @contextmanager
+    def rewriting(self, key: str = "master") -> Iterator[torch.Tensor]:
+        """The masters [S] (of a frozen buffer the parameters), or optimizer state on the disk, to be changed inside. After masters,
+        `publish` follows."""
+        values = self.masters() if key == "master" else self.read_stored(key)
+        yield values
+        if key in self.stored:
+            self.stored[key].write(values).wait()
+        elif self.master is None:
+            copy_master_(self.shard, values, self.remainder)
 
     @property
     def readable(self) -> bool:
@@ -318,6 +305,9 @@ class FlatBuffer:
         self.stale = False
         self._point_at(self._views)
         in_chunks = self._chunk is not None and self._chunk_is_current
+        if "shard" in self.stored and not in_chunks:
+            self._fetching = self.stored["shard"].read(self.alias[self._extents.shard])
+            return  # all ranks must gather in the same order, and how long a disk takes is different on each
         held = self._chunk if in_chunks else self.shard
         if self.shard_on_host:
             at = self._extents.chunk if in_chunks else self._extents.shard
@@ -326,6 +316,8 @@ class FlatBuffer:
         self._gathering = way.all_gather(self.alias, held, self.gather_tag)
 
     def wait(self) -> None:
+        if self._fetched():
+            self._gathering = self._gather_route.all_gather(self.alias, self.alias[self._extents.shard], self.gather_tag)
         if self._gathering is None:
             return
         self._gathering.wait()
@@ -348,7 +340,8 @@ class FlatBuffer:
             self._drop_chunk()
         if self.permanent or not self.present:
             return
-        self.wait()
+        if not self._fetched():  # what was fetched in vain need not be gathered
+            self.wait()
         if before_backward and self._chunk is None and self._in_parts and self.policy.params_kept is GROUP:
             self._chunk, self._chunk_is_current = self.alias[self._extents.chunk].clone(), True
             self.meter.add("secondary", self._chunk.nbytes)
@@ -363,6 +356,14 @@ class FlatBuffer:
             self.meter.add("secondary", -self._chunk.nbytes)
             self._chunk = None
 
+    def _fetched(self) -> bool:
+        """Whether a read was under way, which now is done."""
+        fetching, self._fetching = self._fetching, None
+        if fetching is None:
+            return False
+        fetching.wait()
+        return True
+
     def finish_update(self) -> None:
         """Wait for the update that is under way on the host."""
         if self.updating is not None:
@@ -373,7 +374,10 @@ class FlatBuffer:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
         if self.master is not None and self.master is not self.shard and not written:
-            copy_master_(self.shard, self.master)
+            if "shard" in self.stored:
+                self.stored["shard"].write(self.masters()).wait()
+            else:
+                copy_master_(self.shard, self.masters())
         self._outdate()
 
     def _outdate(self) -> None:
@@ -486,6 +490,7 @@ class FlatBuffer:
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
+        self._fetched()
         for handle, route in ((self._gathering, self._gather_route), (self._reducing, self._reduce_route)):
             if handle is not None:
                 route.inside.abandon(handle)
@@ -504,3 +509,17 @@ class FlatBuffer:
             parameter.grad = None
         self._outdate()
         self.release()
+
+    def _named(self, what: str) -> str:
+        return f"{self.layout.unit or 'the root'}'s {what}"
+
+
+def _unreadable(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One NaN; of integers, its bytes."""
+    value = torch.zeros((), dtype=dtype, device=device)
+    return value.fill_(torch.nan) if dtype.is_floating_point else ~value
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` only stands for values that lie on the disk."""
+    return tensor.untyped_storage().nbytes() < tensor.nbytes

@@ -27,8 +27,9 @@ from torch import nn
 from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
-from framework.zero.buffer import FlatBuffer, GradPool
+from framework.zero.buffer import FlatBuffer
 from framework.zero.fp32_modules import find_fp32_modules, guard, parameters_of
+from framework.zero.grad_pool import GradPool
 from framework.zero.grid import grid_of, keep_gathered
 from framework.zero.groups import Groups
 from framework.zero.layout import INTEGERS, Slot, UnitLayout, find_units, plan_units
@@ -52,7 +53,7 @@ class ZeroEngine:
         zero: stage and prefetching.
         precision: data type of parameters in forward and backward, and how masters are kept; gradient sums are fp32 (fp64 for float64),
             and for float16 the loss is scaled.
-        offload: which model state lies in host memory.
+        offload: which model state lies in host memory or on a disk.
         optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
@@ -64,6 +65,7 @@ class ZeroEngine:
 
     Raises:
         ValueError, TypeError: for an optimizer or module that cannot be sharded, saying why.
+        UserError: for a disk that cannot be used or has no room for what is offloaded to it.
     """
 
     def __init__(
@@ -96,9 +98,9 @@ class ZeroEngine:
         self._group_size = group_size(self.zero, self.world.size)
         self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
 
-        self.memory, self.host_memory = MemoryMeter(), MemoryMeter()
+        self.memory, self.host_memory, self.disk = MemoryMeter(), MemoryMeter(), MemoryMeter()
         """Bytes of model state on the device, and what is offloaded."""
-        self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
+        self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory, self.disk)
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
         if precision.master_weights != "full":

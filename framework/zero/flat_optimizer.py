@@ -9,7 +9,8 @@ Unusual: neighbours in a buffer that have the same settings are updated as one r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from framework.kernels.library import library_for
 from framework.kernels.lion import lion_
 from framework.kernels.sgd import sgd_
 from framework.kernels.shard import ShardCopies, ShardRange, adam_range
-from framework.zero.buffer import FlatBuffer
+from framework.zero.buffer import FlatBuffer, is_elsewhere
 from framework.zero.layout import ALIGN, Piece
 from framework.zero.lion import Lion
 from framework.zero.offload import HostUpdates
@@ -104,14 +105,22 @@ class FlatOptimizer:
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
-        """Whether the kernel does what `optimizer` does, here, or its reference has to, as there are no masters that torch could update.
-        Raises KernelError under kernels=compiled if it alone is missing."""
+        """Whether the kernel does what `optimizer` does, here, or its reference has to: for masters that torch could not update, and for
+        state on a disk. Raises KernelError under kernels=compiled if it alone is missing."""
         rule = _RULES.get(type(optimizer))
         if rule is None or any(map(_other_arithmetic, optimizer.param_groups)):
             return False
+        if any(buffer.state_on_disk for buffer in buffers):
+            return buffers[0].master_dtype is torch.float32
         examples = [[torch.empty(0, dtype=d, device=b.state_device) for d in (b.master_dtype, b.compute_dtype)] for b in buffers]
         compiled = [library_for(rule.function, *pair) is not None for pair in examples]
         return all(compiled) or any(buffer.master is None for buffer in buffers)
+
+    @staticmethod
+    def states_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+        """Names of the state with one value for each element, of an optimizer that a kernel runs."""
+        has_state = any(group.get("momentum", True) for group in optimizer.param_groups)
+        return _RULES[type(optimizer)].states if has_state else ()
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, pieces: list[tuple[FlatBuffer, int, Piece, nn.Parameter]], updates: HostUpdates | None
@@ -140,8 +149,12 @@ class FlatOptimizer:
             if not used:
                 continue
             extent = self._extents[buffer]
-            master, remainder = (None if kept is None else kept[extent] for kept in (buffer.master, buffer.remainder))
-            update = partial(_update, self._rule, master, remainder, self._moments_of(buffer), self._ranges(buffer, used))
+            update = partial(_update, self._rule, self._ranges(buffer, used))
+            if buffer.state_on_disk:
+                update = partial(update, None)
+            else:
+                master, remainder = (None if kept is None else kept[extent] for kept in (buffer.master, buffer.remainder))
+                update = partial(update, remainder, (master, *self._moments_of(buffer)))
             if buffer.master_on_host:
                 self._updates.submit(buffer, extent, update, factor)
             else:
@@ -152,8 +165,11 @@ class FlatOptimizer:
         """By call: what is updated, in order, neighbours as one; counted from the beginning of the buffer's extent."""
         settings: dict[tuple[int, int], ShardRange] = {}
         calls: dict[Call, list[ShardRange]] = {}
+        self._take_over(buffer, used)
         for shard in used:
-            self._count(buffer, shard)
+            self._counted.append(shard)
+            shard.steps += 1
+            shard.state["step"].fill_(shard.steps)
             group, key = self._torch.param_groups[shard.group], (shard.group, shard.steps)
             if key not in settings:
                 settings[key] = self._rule.range_of(group, shard.steps)
@@ -178,58 +194,67 @@ class FlatOptimizer:
             shard.state["step"].fill_(shard.steps)
         self._counted.clear()
 
-    def adopt_state(self) -> None:
+    def adopt_state(self, buffer: FlatBuffer) -> None:
         """Take over what was loaded into the torch optimizer's state, now: it would be there twice until the next step."""
-        for buffer, shards in self._shards.items():
-            for shard in shards:
-                if shard.parameter in self._torch.state:
-                    self._take_over(buffer, shard)
-                else:
-                    shard.state = None
-
-    @property
-    def _states(self) -> tuple[str, ...]:
-        """Names of the state with one value for each element."""
-        has_state = any(group.get("momentum", True) for group in self._torch.param_groups)
-        return self._rule.states if has_state else ()
+        shards = self._shards.get(buffer, [])
+        for shard in shards:
+            shard.state = None
+        self._take_over(buffer, [shard for shard in shards if shard.parameter in self._torch.state])
 
     def _moments_of(self, buffer: FlatBuffer) -> tuple[torch.Tensor, ...]:
+        """Where they lie on the disk, stand-ins for them."""
         if buffer not in self._moments:
             extent, like = self._extents[buffer], {"dtype": buffer.master_dtype, "device": buffer.state_device}
-            self._moments[buffer] = tuple(torch.zeros(extent.stop - extent.start, **like) for _ in self._states)
+            on_disk = bool(buffer.state_on_disk)
+            self._moments[buffer] = tuple(
+                buffer.master[extent] if on_disk else torch.zeros(extent.stop - extent.start, **like) for _ in self.states_of(self._torch)
+            )
         return self._moments[buffer]
 
-    def _count(self, buffer: FlatBuffer, shard: _Shard) -> None:
-        """One step more for `shard`, whose state is made, or taken over where it was loaded."""
-        self._take_over(buffer, shard)
-        self._counted.append(shard)
-        shard.steps += 1
-        shard.state["step"].fill_(shard.steps)
-
-    def _take_over(self, buffer: FlatBuffer, shard: _Shard) -> None:
-        if shard.state is None or self._torch.state.get(shard.parameter) is not shard.state:
-            at = slice(*self._located(buffer, shard))
-            moments = {key: flat[at] for key, flat in zip(self._states, self._moments_of(buffer), strict=True)}
-            loaded = self._torch.state.get(shard.parameter) or {}
-            for key, moment in moments.items():
-                moment.copy_(loaded[key]) if key in loaded else moment.zero_()
-            shard.steps = int(loaded.get("step", bool(loaded)))  # torch's SGD does not count
-            shard.state = {"step": torch.tensor(float(shard.steps)), **moments}
+    def _take_over(self, buffer: FlatBuffer, shards: list[_Shard]) -> None:
+        """Make the state of those `shards` that have none of ours, from what was loaded where something was."""
+        foreign = [shard for shard in shards if shard.state is None or self._torch.state.get(shard.parameter) is not shard.state]
+        if not foreign:
+            return
+        places = [slice(*self._located(buffer, shard)) for shard in foreign]
+        loaded = [self._torch.state.get(shard.parameter) or {} for shard in foreign]
+        moments = dict(zip(self.states_of(self._torch), self._moments_of(buffer), strict=True))
+        for key in moments:
+            with self._rewriting(buffer, key, any(key in state for state in loaded)) as values:
+                for state, at in zip(loaded, places, strict=True) if values is not None else ():
+                    if key not in state:
+                        values[at].zero_()
+                    elif not is_elsewhere(state[key]):  # else it is what lies there
+                        values[at].copy_(state[key])
+        for shard, state, at in zip(foreign, loaded, places, strict=True):
+            shard.steps = int(state.get("step", bool(state)))  # torch's SGD does not count
+            shard.state = {"step": torch.tensor(float(shard.steps))} | {key: flat[at] for key, flat in moments.items()}
             self._torch.state[shard.parameter] = shard.state
+
+    @contextmanager
+    def _rewriting(self, buffer: FlatBuffer, key: str, given: bool) -> Iterator[torch.Tensor | None]:
+        """The moments of `buffer`'s extent, to be changed inside; None for zeros on the disk to which nothing is `given`."""
+        if not buffer.state_on_disk:
+            yield self._moments_of(buffer)[self.states_of(self._torch).index(key)]
+        elif not given and not buffer.stored[key].is_written:
+            yield None
+        else:
+            with buffer.rewriting(key) as values:
+                yield values[self._extents[buffer]]
 
 
 def _update(
     rule: type[_AdamW | _Lion | _Sgd],
-    master: torch.Tensor | None,
-    remainder: torch.Tensor | None,
-    moments: tuple[torch.Tensor, ...],
     calls: dict[Call, list[ShardRange]],
+    remainder: torch.Tensor | None,
+    state: Sequence[torch.Tensor | None],
     grad: torch.Tensor,
     copy: torch.Tensor | None,
     factor: torch.Tensor,
 ) -> list[ShardRange]:
-    """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype, of which `remainder` makes masters where
-    there is no `master`. Returns what was updated."""
+    """All ranges of a buffer's extent ([n] each). `state`: master and moments; `copy`: the parameters in the compute dtype, of which
+    `remainder` makes masters where there is no master. Returns what was updated."""
+    master, *moments = state
     copies = None if copy is None else ShardCopies(data=copy)
     for call, ranges in calls.items():
         rule.run(call, master, moments, grad, ranges, grad_factor=factor, copies=copies, remainder=remainder)

@@ -24,12 +24,16 @@ of integers."""
 def fill_from_reader(buffers: list[FlatBuffer], read: Read, show: bool) -> None:
     """Read exactly this rank's pieces. Raises TypeError where a parameter of integers is not given as what it is."""
     for buffer in progress(buffers, "loading weights", unit="blocks", show=show):
-        for piece in buffer.pieces:
-            values, held = read(piece.slot.name, piece.start, piece.stop), buffer.compute_dtype
-            if not held.is_floating_point and values.dtype != held:
-                raise TypeError(f"read({piece.slot.name!r}) gave {values.dtype}, expected {held}, since a cast would change integers")
-            buffer.set_masters(piece.shard_start, values)
+        with buffer.rewriting() as target:
+            for piece in buffer.pieces:
+                _put(target[piece.shard_start : piece.shard_stop], read(piece.slot.name, piece.start, piece.stop), piece.slot.name)
         buffer.publish()
+
+
+def _put(target: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    if not target.is_floating_point() and values.dtype != target.dtype:
+        raise TypeError(f"read({name!r}) gave {values.dtype}, expected {target.dtype}, since a cast would change integers")
+    target.copy_(values)
 
 
 def fill_from_module(buffer: FlatBuffer, parameters: list[nn.Parameter], world: Comm) -> None:
@@ -95,7 +99,8 @@ def place_module_buffers(module: nn.Module, device: torch.device, world: Comm) -
 
 
 def _keep_shard(buffer: FlatBuffer, full: torch.Tensor) -> None:
-    buffer.set_masters(0, full[buffer.start : buffer.start + buffer.shard_numel])
+    with buffer.rewriting() as target:
+        target.copy_(full[buffer.start : buffer.start + buffer.shard_numel])
     buffer.publish()
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from framework.config.schema import MasterWeights, OffloadConfig
 from framework.zero.grid import Place, place_of
 from framework.zero.layout import Layout, UnitLayout
-from framework.zero.policy import FULL, GROUP, WORKERS, WORLD, Placement, Policy, offloaded
+from framework.zero.nvme import STAGING_BYTES, stored_bytes
+from framework.zero.policy import FULL, GROUP, WORLD, Placement, Policy, offloaded, workers
 
 
 @dataclass
@@ -40,7 +41,7 @@ class MemoryMeter:
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
     """Bytes of model state per rank by the formula: what stays, and the most that comes on top while a step runs. `host` lies in host
-    memory, all else on the device."""
+    memory, `disk` on the disk, all else on the device."""
 
     params: int
     grads: int
@@ -48,6 +49,7 @@ class StateBytes:
     optimizer: int
     temporary: int
     host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -85,29 +87,38 @@ def state_bytes(
     trained = [layout for layout in layouts if layout.requires_grad]
     offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
     places = {layout: place_of(layout, policy, world_size, group_size, rank) for layout in layouts}
-    params = grads = master = optimizer = host = 0
+    params = grads = master = optimizer = host = disk = 0
     for layout, (own, extents, _) in places.items():
-        params_on_host = offload.params != "none" and own.params_at_rest is not FULL
+        params_at = offload.params if own.params_at_rest is not FULL else "none"
         held = layout.itemsize(compute_itemsize) * extents.numel(own.params_at_rest)
-        params, host = (params, host + held) if params_on_host else (params + held, host)
+        if params_at == "nvme":
+            disk += stored_bytes(held)
+        else:
+            params, host = (params, host + held) if params_at == "cpu" else (params + held, host)
         if not layout.requires_grad:
             continue
         grads += master_itemsize * extents.numel(own.grads)
-        has_master = layout.itemsize(compute_itemsize) != master_itemsize or offloads[layout] is not params_on_host
+        masters_at = offload.optimizer if offloads[layout] else "none"
+        has_master = layout.itemsize(compute_itemsize) != master_itemsize or masters_at != params_at
         kept = "full" if layout.fp32 else master_weights
         masters = {"full": master_itemsize, "remainder": 2, "none": 0}[kept] * extents.shard_numel if has_master else 0
         moments = optimizer_itemsize * sum(piece.numel for piece in layout.pieces(extents.shard.start, extents.shard.stop))
-        if offloads[layout]:
+        if masters_at == "nvme":
+            disk += stored_bytes(masters) + optimizer_itemsize // master_itemsize * stored_bytes(master_itemsize * extents.shard_numel)
+        elif masters_at == "cpu":
             host += masters + moments
         else:
             master, optimizer = master + masters, optimizer + moments
     if staged := [layout for layout in trained if offloads[layout]]:
-        gradients = max(places[layout].extents.shard_numel for layout in staged) * master_itemsize
+        from_disk = master_itemsize + optimizer_itemsize if offload.optimizer == "nvme" else 0
+        rooms = max(places[layout].extents.shard_numel for layout in staged) * (master_itemsize + from_disk)
         copied = [layout for layout in staged if offload.params == "none" or places[layout].policy.params_at_rest is FULL]
         copies = max((places[layout].extents.shard_numel * layout.itemsize(compute_itemsize) for layout in copied), default=0)
-        host += min(WORKERS, len(staged)) * (gradients + copies)
+        host += min(workers(offload), len(staged)) * (rooms + copies)
+    if "nvme" in (offload.optimizer, offload.params):
+        host += STAGING_BYTES
     temporary = _temporary(units, places, compute_itemsize, master_itemsize, prefetch_bytes, messages)
-    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)
+    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host, disk=disk)
 
 
 def _temporary(
@@ -161,3 +172,52 @@ def _temporary(
         in_backward = max(in_backward, always + held + under_way * largest(received))
     at_end = always + received(root) + min(1, len(blocks)) * largest(received)
     return max(in_backward, at_end)
+
+
+def disk_traffic(
+    units: list[UnitLayout],
+    policy: Policy,
+    world_size: int,
+    *,
+    group_size: int | None = None,
+    compute_itemsize: int,
+    master_itemsize: int = 4,
+    optimizer_itemsize: int = 8,
+    prefetch_bytes: int = 0,
+    micro_batches: int = 1,
+    offload: OffloadConfig,
+) -> tuple[int, int]:
+    """Bytes that one rank reads from the disk and writes to it in a step with `micro_batches` and all parameters in use.
+
+    Optimizer state is read and written once. Shards of parameters are read whenever they are gathered from there: for forward and, where
+    they were released in between and no group keeps them, for backward, which the last block, if prefetching knows it, and the root are
+    not.
+    """
+    layouts = [layout for unit in units for layout in unit.layouts]
+    trained = [layout for layout in layouts if layout.requires_grad]
+    offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
+    places = {layout: place_of(layout, policy, world_size, group_size, 0) for layout in layouts}
+
+    def params_at(layout: Layout) -> str:
+        return offload.params if places[layout].policy.params_at_rest is not FULL else "none"
+
+    def shard_bytes(layout: Layout) -> int:
+        return stored_bytes(layout.itemsize(compute_itemsize) * places[layout].extents.shard_numel)
+
+    read = written = 0
+    for layout in trained:
+        masters_at = offload.optimizer if offloads[layout] else "none"
+        if masters_at == "nvme":
+            of_value = stored_bytes(master_itemsize * places[layout].extents.shard_numel)
+            state = (1 + optimizer_itemsize // master_itemsize) * of_value
+            read, written = read + state, written + state
+        if params_at(layout) == "nvme" and (masters_at != "nvme" or layout.itemsize(compute_itemsize) != master_itemsize):
+            written += shard_bytes(layout)
+    for index, unit in enumerate(units):
+        unit_is_kept = index == 0 or (prefetch_bytes > 0 and index == len(units) - 1)
+        for layout in unit.layouts:
+            if params_at(layout) == "nvme":
+                own, in_parts = places[layout].policy, places[layout].in_parts
+                is_kept = unit_is_kept or own.params_kept is FULL or (in_parts and own.params_kept is GROUP)
+                read += micro_batches * (1 if is_kept else 2) * shard_bytes(layout)
+    return read, written

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from framework import torch_private
-from framework.zero.buffer import FlatBuffer
+from framework.zero.buffer import FlatBuffer, is_elsewhere
 from framework.zero.flat_optimizer import FlatOptimizer
 from framework.zero.layout import Piece
 from framework.zero.muon import Muon
@@ -88,8 +88,16 @@ class ShardedOptimizer:
                 raise ValueError(f"{type(optimizer).__name__} needs its state on the device: use OffloadConfig(optimizer='none')")
             self._flat = make_step(optimizer, self._members(buffers, group_of))
         elif takes:
-            self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
+            moments = FlatOptimizer.states_of(optimizer)
+            self._updates = HostUpdates(host, on_host, buffers[0].full.device, len(moments)) if on_host else None
+            for buffer in on_host if host.config.optimizer == "nvme" else ():
+                buffer.store_moments(host, moments)
             self._flat = FlatOptimizer(optimizer, self.pieces, self._updates)
+        elif on_host and host.config.optimizer == "nvme":
+            raise ValueError(
+                f"{type(optimizer).__name__} as it is here runs by torch alone, on state in memory: for optimizer='nvme' use "
+                "AdamW, Lion or SGD with fp32 masters and without options that our kernels do not have, or optimizer='cpu'"
+            )
 
     def _members(self, buffers: list[FlatBuffer], group_of: dict[int, int]) -> dict[FlatBuffer, list[Member]]:
         """What the optimizer updates, also where this rank has no piece of it; `group_of`: the group of a parameter, by its `id`."""
@@ -153,10 +161,10 @@ class ShardedOptimizer:
         if self._flat is not None:
             self._flat.take_back_count()
 
-    def adopt_state(self) -> None:
-        """State was put into `torch.state` from outside."""
+    def adopt_state(self, buffer: FlatBuffer) -> None:
+        """State of `buffer` was put into `torch.state` from outside."""
         if self._flat is not None:
-            self._flat.adopt_state()
+            self._flat.adopt_state(buffer)
 
     @property
     def writes_shards(self) -> bool:
@@ -169,11 +177,11 @@ class ShardedOptimizer:
             yield buffer, piece, self.torch.state.get(shard, {})
 
     def state_nbytes(self, *, on_host: bool) -> int:
-        """Bytes of the optimizer state that lies in host memory, or of the rest, without its counters; of a tensor that several parameters
-        have views of, all of it, once."""
+        """Bytes of the optimizer state that lies in host memory, or of that on the device, without its counters; of a tensor that several
+        parameters have views of, all of it, once."""
         states = [state for buffer, _, state in self.state_pieces() if buffer.master_on_host is on_host]
-        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
-        return sum({torch_private.storage_id(value): value.untyped_storage().nbytes() for value in values}.values())
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor) and not is_elsewhere(value)]
+        return sum({torch_private.storage_id(value): value.untyped_storage().nbytes() for value in values if value.dim()}.values())
 
 
 def _parameter(buffer: FlatBuffer, piece: Piece) -> nn.Parameter:

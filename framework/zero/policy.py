@@ -90,8 +90,10 @@ def group_size(zero: ZeroConfig, world_size: int) -> int:
     return members
 
 
-WORKERS = 2
-"""Threads that update what is offloaded, and so the number of buffers in staging at a time."""
+def workers(config: OffloadConfig) -> int:
+    """Threads that update what is offloaded, and so the number of buffers in staging at a time: one is copied or read while the kernel
+    works on another; one that came from a disk is written back meanwhile."""
+    return 3 if config.optimizer == "nvme" else 2
 
 
 def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool]:
@@ -115,6 +117,8 @@ def check_master_weights(precision: PrecisionConfig, offload: OffloadConfig) -> 
     and the other on the device that updates it."""
     if precision.compute_dtype != "bfloat16":
         raise ValueError(f"master_weights={precision.master_weights!r} is for bfloat16, got compute_dtype={precision.compute_dtype!r}")
+    if "nvme" in (offload.optimizer, offload.params):
+        raise ValueError(f"master_weights={precision.master_weights!r} is for state in memory: with nvme use 'full'")
     if offload.params != "none" and (offload.optimizer == "none" or offload.fraction < 1):
         raise ValueError(
             f"master_weights={precision.master_weights!r} with parameters in host memory needs all optimizer state there, too: "

@@ -6,6 +6,7 @@ Collectives: every rank calls these at the same time; whole tensors appear on ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,9 +53,10 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
             flat_keys.setdefault(name, set()).update(keys)
     for buffer in engine.trained:
         for key in sorted(set().union(*(flat_keys.get(slot.name, ()) for slot in buffer.layout.slots))):
-            shard = torch.zeros(buffer.shard_numel, dtype=buffer.master_dtype, device=buffer.state_device)
+            on_disk, own = key in buffer.stored, {"dtype": buffer.master_dtype, "device": buffer.state_device}
+            shard = buffer.read_stored(key) if on_disk else torch.zeros(buffer.shard_numel, **own)
             for piece, state in by_buffer.get(id(buffer), ()):
-                if key in state:
+                if key in state and not on_disk:
                     shard[piece.shard_start : piece.shard_stop].copy_(state[key])
             for name, tensor in _whole(engine, buffer, shard):
                 if tensor is not None and key in flat_keys.get(name, ()):
@@ -73,11 +75,12 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
     if missing or unexpected:
         raise KeyError(f"state does not fit the model: missing {sorted(missing)[:5]}, unexpected {sorted(unexpected)[:5]}")
     for buffer in engine.buffers:
-        for piece in buffer.pieces:
-            whole = state["model"][piece.slot.name]
-            if whole.shape != piece.slot.shape:
-                raise KeyError(f"{piece.slot.name}: got shape {tuple(whole.shape)}, expected {tuple(piece.slot.shape)}")
-            buffer.set_masters(piece.shard_start, whole.reshape(-1)[piece.start : piece.stop])
+        with buffer.rewriting() as target:
+            for piece in buffer.pieces:
+                whole = state["model"][piece.slot.name]
+                if whole.shape != piece.slot.shape:
+                    raise KeyError(f"{piece.slot.name}: got shape {tuple(whole.shape)}, expected {tuple(piece.slot.shape)}")
+                target[piece.shard_start : piece.shard_stop].copy_(whole.reshape(-1)[piece.start : piece.stop])
         buffer.publish()
 
     def of_piece(piece: Piece) -> dict[str, Any] | None:
@@ -93,23 +96,25 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
 
 def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: Callable[[Piece], dict[str, Any] | None]) -> None:
     """Set the options of the optimizer's groups, and its state to `of_piece(piece)`: None where a parameter has none yet, else tensors with
-    one value for each element of the piece, tensors with one value, and numbers. The tensors are the engine's from then on."""
+    one value for each element of the piece, tensors with one value, and numbers. The tensors are the engine's from then on; those of one
+    buffer are in memory at a time."""
     sharded = engine.sharded_optimizer
     sharded.torch.state.clear()
     for group, options in zip(sharded.torch.param_groups, groups, strict=True):
         group.update(options)
     on_device = {id(shard) for group in sharded.torch.param_groups if _steps_on_device(group) for shard in group["params"]}
-    for _, _, piece, shard in sharded.pieces:
-        if (loaded := of_piece(piece)) is None:
-            continue
-        scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
-        sharded.torch.state[shard] = {
-            key: (value.to(shard.device, shard.dtype) if _is_flat(value, piece) else value.to(scalar_device, copy=True))
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in loaded.items()
-        }
-    sharded.adopt_state()
+    for buffer, pieces in groupby(sharded.pieces, key=lambda entry: entry[0]):
+        for _, _, piece, shard in pieces:
+            if (loaded := of_piece(piece)) is None:
+                continue
+            scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
+            sharded.torch.state[shard] = {
+                key: (value.to(shard.device, shard.dtype) if _is_flat(value, piece) else value.to(scalar_device, copy=True))
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in loaded.items()
+            }
+        sharded.adopt_state(buffer)
 
 
 def _part(value: Any, piece: Piece) -> Any:

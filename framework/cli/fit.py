@@ -418,7 +418,7 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         peak_model_state_bytes_by_kind=memory.peak_by_kind,
         checkpoint_copy_bytes=saves.staging.nbytes if saves.staging else 0,
         peak_offloaded_bytes=strategy.engine.host_memory.peak,
-        bytes_sent=strategy.engine.world.bytes_sent,
+        bytes_sent=strategy.engine.bytes_sent,
         torch=torch.__version__,
         skipped_steps=strategy.engine.skipped_steps,
         checkpoint_step=saves.saved_step,

@@ -13,7 +13,7 @@ embedding.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from framework.config.errors import Problem, UserError
 from framework.config.names import is_meant, modules_and_name
-from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
+from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig, ZeroConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Llama
@@ -138,8 +138,24 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
         settings_of(shapes, architecture, recipe.optimizer)
     except UserError as error:
         problems += error.problems
+    everything = parameter_shapes(architecture) | (adapter_shapes(architecture, recipe.peft) if recipe.peft.method != "none" else {})
+    problems += _of_modules(recipe.zero, everything, architecture)
     if problems:
         raise UserError(*problems)
+
+
+def _of_modules(zero: ZeroConfig, shapes: Shapes, architecture: LlamaConfig) -> Iterator[Problem]:
+    """Patterns of `zero.modules` that no parameter follows."""
+    meant: set[str] = set()
+    for index, rule in enumerate(zero.modules):
+        where, found = f"zero.modules[{index}].pattern", _meant(rule.pattern, shapes, architecture)
+        if not found:
+            got, (expected, near) = f"{rule.pattern}, which is no parameter of this model", _names(rule.pattern, shapes, architecture)
+            yield Problem(path=where, got=got, expected=expected, fix=near and f"zero.modules=[{{pattern: {near}}}]")
+        elif found <= meant:
+            got = f"{rule.pattern}, all of which is in the patterns before it"
+            yield Problem(path=where, got=got, expected="the narrower pattern first, since the first one holds")
+        meant |= found
 
 
 def block_of(name: str) -> int | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,11 +15,13 @@ from framework.config.schema import LlamaConfig, RecipeConfig
 from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
-from framework.models.selection import choose_trained
-from framework.zero.layout import UnitLayout, plan_units
+from framework.models.selection import EMBEDDING, choose_trained
+from framework.zero.grid import keep_gathered, place_of
+from framework.zero.layout import Slot, UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.optimizer_by_name import state_values
-from framework.zero.policy import policy_of
+from framework.zero.policy import group_size, policy_of
+from framework.zero.traffic import bytes_sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,12 @@ class Plan:
     steps: StepPlan
     train: DataFacts
     validation: DataFacts | None
-    units: list[UnitLayout]
+    units_of_stage: dict[int, list[UnitLayout]]
+    """For each stage that the recipe could have: the model's units, with the policies of `zero`."""
+
+    @property
+    def units(self) -> list[UnitLayout]:
+        return self.units_of_stage[self.recipe.zero.stage]
 
     @property
     def parameters(self) -> int:
@@ -91,28 +98,61 @@ class Plan:
 
     def state_bytes(self, stage: int, rank: int = 0) -> StateBytes:
         """Model-state bytes of a rank at `stage`, by the formula."""
-        compute = self.compute_dtype.itemsize
-        master = max(compute, 4)
-        zero = self.recipe.zero
         return state_bytes(
-            self.units,
-            policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward)),
+            self.units_of_stage[stage],
+            policy_of(self.recipe.zero, stage),
             self.batch.world_size,
+            group_size=self._group_size,
             rank=rank,
-            compute_itemsize=compute,
-            master_itemsize=master,
-            optimizer_itemsize=state_values(self.recipe.optimizer) * master,
-            prefetch_bytes=zero.prefetch_bytes,
+            compute_itemsize=self.compute_dtype.itemsize,
+            master_itemsize=self._master_itemsize,
+            optimizer_itemsize=state_values(self.recipe.optimizer) * self._master_itemsize,
+            prefetch_bytes=self.recipe.zero.prefetch_bytes,
             messages=self.device_type == "cpu",
             offload=self.recipe.offload,
         )
 
+    def bytes_sent(self, stage: int) -> int:
+        """What a rank sends in a step at `stage`."""
+        return bytes_sent(
+            self.units_of_stage[stage],
+            policy_of(self.recipe.zero, stage),
+            self.batch.world_size,
+            group_size=self._group_size,
+            compute_itemsize=self.compute_dtype.itemsize,
+            master_itemsize=self._master_itemsize,
+            micro_batches=self.batch.accumulate,
+            inputs_need_grad=any(slot.name == EMBEDDING for slot in self._slots(trained=True)),
+        )
+
+    @property
+    def kept_units(self) -> list[str]:
+        """Names of the units that `zero.keep_gathered_bytes` has kept; the root has none."""
+        usual = policy_of(self.recipe.zero)
+        return [unit.name for unit in self.units if any(layout.policy == usual.kept() for layout in unit.layouts)]
+
+    @property
+    def _group_size(self) -> int:
+        return group_size(self.recipe.zero, self.batch.world_size)
+
+    @property
+    def _master_itemsize(self) -> int:
+        return max(self.compute_dtype.itemsize, 4)
+
+    def _slots(self, *, trained: bool) -> Iterator[Slot]:
+        for unit in self.units:
+            for layout in unit.layouts:
+                if layout.requires_grad is trained:
+                    yield from layout.slots
+
     @property
     def checkpoint_bytes(self) -> int:
         """What rank 0 writes of masters and optimizer state, which no rank writes more of; as much host memory takes the copy before."""
-        trained = [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
-        elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in trained)
-        return elements * (1 + state_values(self.recipe.optimizer)) * max(self.compute_dtype.itemsize, 4)
+        policy, elements = policy_of(self.recipe.zero), 0
+        for layout in (layout for unit in self.units for layout in unit.layouts if layout.requires_grad):
+            extents = place_of(layout, policy, self.batch.world_size, self._group_size, 0).extents
+            elements += min(extents.owned.stop, layout.total)
+        return elements * (1 + state_values(self.recipe.optimizer)) * self._master_itemsize
 
     @property
     def fingerprint(self) -> str:
@@ -158,5 +198,17 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
         require_isolation(model)
     choose_trained(model, recipe.model, recipe.peft)
     return Plan(
-        recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)
+        recipe=recipe,
+        architecture=architecture,
+        batch=batch,
+        steps=steps,
+        train=train,
+        validation=validation,
+        units_of_stage={stage: _units(model, recipe, stage, world_size) for stage in (0, 1, 2, 3)},
     )
+
+
+def _units(model: Llama, recipe: RecipeConfig, stage: int, world_size: int) -> list[UnitLayout]:
+    """As an engine at `stage` would have them."""
+    zero = replace(recipe.zero, stage=stage)
+    return keep_gathered(plan_units(model, zero=zero), zero, world_size, getattr(torch, recipe.precision.compute_dtype).itemsize)

@@ -128,9 +128,7 @@ class ZeroEngine:
                 f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
                 "buffer"
             )
-        self.layouts = plan_units(module, zero=self.zero)
-        if self.zero.keep_gathered_bytes:
-            self.layouts = keep_gathered(self.layouts, self.zero, self.world.size, self.compute_dtype.itemsize)
+        self.layouts = keep_gathered(plan_units(module, zero=self.zero), self.zero, self.world.size, self.compute_dtype.itemsize)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
         self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
@@ -152,6 +150,11 @@ class ZeroEngine:
         self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced, self._host) if optimizer is not None else None
         self._originals = originals  # keeps the ids above from being reused
         self._enter_root_through_forward()
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, over all its process groups."""
+        return self._groups.traffic.bytes_sent
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

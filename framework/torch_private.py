@@ -25,9 +25,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """After which a collective of `group` gives up, for a group beside it; None: the default."""
-    known = group._device_types  # not the meta device
-    options = group._get_backend(device if device.type in {each.type for each in known} else known[0]).options
-    return getattr(options, "_timeout", None)
+    of = torch.device("cuda" if device.type == "cuda" else "cpu")  # a meta device has none
+    return getattr(group._get_backend(of).options, "_timeout", None)
 
 
 def backward_id() -> int:

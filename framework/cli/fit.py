@@ -424,7 +424,7 @@ def conclude(strategy: ZeroStrategy, module: CausalLMModule, watch: Watch, run_d
         checkpoint_copy_bytes=saves.staging.nbytes if saves.staging else 0,
         peak_offloaded_bytes=strategy.engine.host_memory.peak,
         peak_disk_bytes=strategy.engine.disk.peak,
-        bytes_sent=strategy.engine.world.bytes_sent,
+        bytes_sent=strategy.engine.bytes_sent,
         torch=torch.__version__,
         skipped_steps=strategy.engine.skipped_steps,
         checkpoint_step=saves.saved_step,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.config.errors import Problem, UserError
 from framework.config.names import is_meant, modules_and_name, name_is_meant
-from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig
+from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig, ZeroConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.targets import ALL_LINEAR, adapter_shapes
@@ -148,6 +148,8 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
     except UserError as error:
         problems += error.problems
     problems += _not_modules("precision.fp32_modules", recipe.precision.fp32_modules, architecture)
+    everything = parameter_shapes(architecture) | (adapter_shapes(architecture, recipe.peft) if recipe.peft.method != "none" else {})
+    problems += _of_modules(recipe.zero, everything, architecture)
     if problems:
         raise UserError(*problems)
 
@@ -162,6 +164,20 @@ def _not_modules(setting: str, patterns: Sequence[str], architecture: LlamaConfi
             expected, near = _names(pattern, modules, architecture)
             fix = f"{setting}=[{','.join([*patterns[:index], near, *patterns[index + 1 :]])}]" if near else ""
             yield Problem(path=f"{setting}[{index}]", got=f"{pattern}, which is no module of this model", expected=expected, fix=fix)
+
+
+def _of_modules(zero: ZeroConfig, shapes: Shapes, architecture: LlamaConfig) -> Iterator[Problem]:
+    """Patterns of `zero.modules` that no parameter follows."""
+    meant: set[str] = set()
+    for index, rule in enumerate(zero.modules):
+        where, found = f"zero.modules[{index}].pattern", _meant(rule.pattern, shapes, architecture)
+        if not found:
+            got, (expected, near) = f"{rule.pattern}, which is no parameter of this model", _names(rule.pattern, shapes, architecture)
+            yield Problem(path=where, got=got, expected=expected, fix=near and f"zero.modules=[{{pattern: {near}}}]")
+        elif found <= meant:
+            got = f"{rule.pattern}, all of which is in the patterns before it"
+            yield Problem(path=where, got=got, expected="the narrower pattern first, since the first one holds")
+        meant |= found
 
 
 def block_of(name: str) -> int | None:

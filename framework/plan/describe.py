@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from framework.config.schema import PrecisionConfig
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
@@ -38,6 +40,7 @@ def describe(plan: Plan) -> str:
         ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         *[("", text) for text in _groups(plan)],
+        *zip(("sharding", *repeat("")), _sharding(plan), strict=False),
         ("precision", _precision(recipe.precision)),
         *([("in fp32", _in_fp32(plan))] if recipe.precision.fp32_modules else []),
         *([("offload", describe_disk(plan))] if "nvme" in (recipe.offload.optimizer, recipe.offload.params) else []),
@@ -147,17 +150,45 @@ def _checkpoints(plan: Plan) -> str:
     return f"{', '.join(moments)}; {mebibytes}, {way}"
 
 
+def _sharding(plan: Plan) -> list[str]:
+    """Shard groups, and what lies elsewhere than the stage says, a line each."""
+    zero, ranks, lines = plan.recipe.zero, plan.batch.world_size, []
+    if zero.shard_size is not None:
+        over = f"all {ranks} ranks" if zero.shard_optimizer == "world" else "a group"
+        lines.append(f"{ranks // zero.shard_size} groups of {zero.shard_size} ranks, the same in each; optimizer state over {over}")
+    if zero.secondary_shard_size is not None:
+        size = zero.secondary_shard_size
+        lines.append(f"over {ranks} ranks; between forward and backward in shards over groups of {size}")
+    for rule in zero.modules:
+        stage = zero.stage if rule.stage is None else rule.stage
+        stays = ", whole until backward" if stage == 3 and rule.reshard_after_forward is False else ""
+        lines.append(f"stage {stage}{stays} for {rule.pattern}")
+    if zero.keep_gathered_bytes:
+        blocks, root = [name for name in plan.kept_units if name], " and the rest of the model" if "" in plan.kept_units else ""
+        lines.append(f"{len(blocks)} of {len(plan.units) - 1} blocks{root} always gathered, in {zero.keep_gathered_bytes:,} bytes")
+    return lines
+
+
 def _bytes_table(plan: Plan) -> str:
-    """Model state per rank for every stage, the chosen one marked."""
+    """Model state per rank, and what it sends in a step, for every stage, the chosen one marked."""
     ranks, offload = plan.batch.world_size, plan.recipe.offload
     offloads = (offload.optimizer, offload.params) != ("none", "none")
     rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
-    names = ("parameters", "gradients", "master", "optimizer", "temporary", "peak", *(("on host", "on disk") if offloads else ()))
+    names = (
+        "parameters",
+        "gradients",
+        "master",
+        "optimizer",
+        "temporary",
+        "peak",
+        *(("on host", "on disk") if offloads else ()),
+        "sent a step",
+    )
     rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
         cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
-        cells += (state.host, state.disk) if offloads else ()
+        cells += ((state.host, state.disk) if offloads else ()) + (plan.bytes_sent(stage),)
         mark = ">" if stage == plan.recipe.zero.stage else " "
         rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
     return "\n".join(rows)

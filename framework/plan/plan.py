@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from framework.config.schema import LlamaConfig, RecipeConfig
 from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
-from framework.models.selection import choose_trained
+from framework.models.selection import EMBEDDING, choose_trained
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
-from framework.zero.layout import Layout, UnitLayout, plan_units
+from framework.zero.grid import keep_gathered, place_of
+from framework.zero.layout import Layout, Slot, UnitLayout, plan_units
 from framework.zero.memory import StateBytes, disk_traffic, state_bytes
 from framework.zero.optimizer_by_name import state_values
-from framework.zero.policy import offloaded, policy_of
+from framework.zero.policy import group_size, offloaded, policy_of
+from framework.zero.traffic import bytes_sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,12 @@ class Plan:
     steps: StepPlan
     train: DataFacts
     validation: DataFacts | None
-    units: list[UnitLayout]
+    units_of_stage: dict[int, list[UnitLayout]]
+    """For each stage that the recipe could have: the model's units, with the policies of `zero`."""
+
+    @property
+    def units(self) -> list[UnitLayout]:
+        return self.units_of_stage[self.recipe.zero.stage]
 
     @property
     def parameters(self) -> int:
@@ -93,31 +100,68 @@ class Plan:
 
     def state_bytes(self, stage: int, rank: int = 0) -> StateBytes:
         """Model-state bytes of a rank at `stage`, by the formula."""
-        zero = self.recipe.zero
-        policy = policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward))
         return state_bytes(
-            self.units,
-            policy,
+            self.units_of_stage[stage],
+            policy_of(self.recipe.zero, stage),
             self.batch.world_size,
+            group_size=self._group_size,
             rank=rank,
             master_weights=self.recipe.precision.master_weights,
             messages=self.device_type == "cpu",
             **self._itemsizes,
         )
 
+    def bytes_sent(self, stage: int) -> int:
+        """What a rank sends in a step at `stage`."""
+        return bytes_sent(
+            self.units_of_stage[stage],
+            policy_of(self.recipe.zero, stage),
+            self.batch.world_size,
+            group_size=self._group_size,
+            compute_itemsize=self.compute_dtype.itemsize,
+            master_itemsize=self._master_itemsize,
+            micro_batches=self.batch.accumulate,
+            inputs_need_grad=any(slot.name == EMBEDDING for slot in self._slots(trained=True)),
+        )
+
+    @property
+    def kept_units(self) -> list[str]:
+        """Names of the units that `zero.keep_gathered_bytes` has kept; the root has none."""
+        usual = policy_of(self.recipe.zero)
+        return [unit.name for unit in self.units if any(layout.policy == usual.kept() for layout in unit.layouts)]
+
+    @property
+    def _group_size(self) -> int:
+        return group_size(self.recipe.zero, self.batch.world_size)
+
+    @property
+    def _master_itemsize(self) -> int:
+        return max(self.compute_dtype.itemsize, 4)
+
+    def _slots(self, *, trained: bool) -> Iterator[Slot]:
+        for unit in self.units:
+            for layout in unit.layouts:
+                if layout.requires_grad is trained:
+                    yield from layout.slots
+
     @property
     def disk_traffic(self) -> tuple[int, int]:
         """Bytes that a rank reads from and writes to `offload.nvme_path` in a step."""
-        policy, micro_batches = policy_of(self.recipe.zero), self.batch.accumulate
-        return disk_traffic(self.units, policy, self.batch.world_size, micro_batches=micro_batches, **self._itemsizes)
+        return disk_traffic(
+            self.units,
+            policy_of(self.recipe.zero),
+            self.batch.world_size,
+            group_size=self._group_size,
+            micro_batches=self.batch.accumulate,
+            **self._itemsizes,
+        )
 
     @property
     def _itemsizes(self) -> dict[str, Any]:
-        master = max(self.compute_dtype.itemsize, 4)
         return {
             "compute_itemsize": self.compute_dtype.itemsize,
-            "master_itemsize": master,
-            "optimizer_itemsize": state_values(self.recipe.optimizer) * master,
+            "master_itemsize": self._master_itemsize,
+            "optimizer_itemsize": state_values(self.recipe.optimizer) * self._master_itemsize,
             "prefetch_bytes": self.recipe.zero.prefetch_bytes,
             "offload": self.recipe.offload,
         }
@@ -140,8 +184,11 @@ class Plan:
         return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
 
     def _checkpoint_bytes(self, layouts: Sequence[Layout]) -> int:
-        elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in layouts)
-        return elements * (1 + state_values(self.recipe.optimizer)) * max(self.compute_dtype.itemsize, 4)
+        policy, elements = policy_of(self.recipe.zero), 0
+        for layout in layouts:
+            extents = place_of(layout, policy, self.batch.world_size, self._group_size, 0).extents
+            elements += min(extents.owned.stop, layout.total)
+        return elements * (1 + state_values(self.recipe.optimizer)) * self._master_itemsize
 
     @property
     def fingerprint(self) -> str:
@@ -186,6 +233,19 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     if recipe.data.packing:
         require_isolation(model)
     choose_trained(model, recipe.model, recipe.peft)
-    in_fp32 = parameters_of(find_fp32_modules(model, recipe.precision.fp32_modules).values())
-    units = plan_units(model, fp32_parameters=in_fp32)
-    return Plan(recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=units)
+    return Plan(
+        recipe=recipe,
+        architecture=architecture,
+        batch=batch,
+        steps=steps,
+        train=train,
+        validation=validation,
+        units_of_stage={stage: _units(model, recipe, stage, world_size) for stage in (0, 1, 2, 3)},
+    )
+
+
+def _units(model: Llama, recipe: RecipeConfig, stage: int, world_size: int) -> list[UnitLayout]:
+    """As an engine at `stage` would have them."""
+    zero, in_fp32 = replace(recipe.zero, stage=stage), find_fp32_modules(model, recipe.precision.fp32_modules)
+    units = plan_units(model, zero=zero, fp32_parameters=parameters_of(in_fp32.values()))
+    return keep_gathered(units, zero, world_size, getattr(torch, recipe.precision.compute_dtype).itemsize)

@@ -31,6 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch import Tensor
 
 from framework.checkpoint.folder import remove_checkpoint
+from framework.config.check_zero import zero_problems
 from framework.config.errors import Problem, UserError
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.train.cluster import RankEnvironment
@@ -171,7 +172,8 @@ class ZeroStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         trainer = self.lightning_module.trainer
-        if problems := trainer_problems(trainer, self.lightning_module, self.grad_clip, self.world_size):
+        problems = trainer_problems(trainer, self.lightning_module, self.grad_clip, self.world_size)
+        if problems := [*problems, *zero_problems(self.zero, self.world_size)]:
             raise UserError(*problems)
         if self._failed and self._held is not None:
             raise UserError(

@@ -136,9 +136,8 @@ class ZeroEngine:
         units, in_fp32 = find_units(module), find_fp32_modules(module, precision.fp32_modules)
         if in_fp32 and self.compute_dtype.itemsize != 2:
             raise ValueError(f"fp32_modules={precision.fp32_modules} are for bfloat16 and float16, got {precision.compute_dtype}")
-        self.layouts = plan_units(module, units, zero=self.zero, fp32_parameters=parameters_of(in_fp32.values()))
-        if self.zero.keep_gathered_bytes:
-            self.layouts = keep_gathered(self.layouts, self.zero, self.world.size, self.compute_dtype.itemsize)
+        planned = plan_units(module, units, zero=self.zero, fp32_parameters=parameters_of(in_fp32.values()))
+        self.layouts = keep_gathered(planned, self.zero, self.world.size, self.compute_dtype.itemsize)
         self.boundaries = guard(module, in_fp32, units, self.compute_dtype)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
@@ -161,6 +160,11 @@ class ZeroEngine:
         self.sharded_optimizer = ShardedOptimizer(optimizer, self.trained, replaced, self._host) if optimizer is not None else None
         self._originals = originals  # keeps the ids above from being reused
         self._enter_root_through_forward()
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, over all its process groups."""
+        return self._groups.traffic.bytes_sent
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

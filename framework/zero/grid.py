@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from framework.config.schema import ZeroConfig
 from framework.zero.layout import ALIGN, Layout, UnitLayout
-from framework.zero.policy import FULL, WORLD, Placement, Policy, group_size, policy_of
+from framework.zero.policy import FULL, WORLD, Placement, Policy, policy_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def place_of(layout: Layout, usual: Policy, world_size: int, group_size: int | N
 def keep_gathered(units: list[UnitLayout], zero: ZeroConfig, world_size: int, compute_itemsize: int) -> list[UnitLayout]:
     """`units`, of which as many as `zero.keep_gathered_bytes` allows are never released: in forward order, but the last block and the
     root, which are gathered once in a micro-batch and not twice, at the end."""
-    room, usual, members = zero.keep_gathered_bytes, policy_of(zero), group_size(zero, world_size)
+    room, usual = zero.keep_gathered_bytes, policy_of(zero)
+    members = zero.secondary_shard_size or zero.shard_size
     root, *blocks = units
     kept: dict[str, UnitLayout] = {}
     for unit in (*blocks[:-1], *blocks[-1:], root):

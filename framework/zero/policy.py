@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from framework.config.check_zero import zero_problems
 from framework.config.names import is_meant
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 
@@ -82,12 +83,10 @@ def policy_of_parameter(zero: ZeroConfig, names: Iterable[str]) -> Policy | None
 
 
 def group_size(zero: ZeroConfig, world_size: int) -> int:
-    """Ranks of a shard group. Raises ValueError where they do not divide the world."""
-    members = zero.secondary_shard_size or zero.shard_size or world_size
-    if members < 1 or world_size % members:
-        name = "secondary_shard_size" if zero.secondary_shard_size else "shard_size"
-        raise ValueError(f"ZeroConfig.{name}: got {members}, expected a divisor of the {world_size} ranks")
-    return members
+    """Ranks of a shard group. Raises ValueError for what of `zero` means nothing on so many ranks."""
+    if problems := zero_problems(zero, world_size):
+        raise ValueError("\n".join(map(str, problems)))
+    return zero.secondary_shard_size or zero.shard_size or world_size
 
 
 def workers(config: OffloadConfig) -> int:

@@ -141,7 +141,7 @@ class _Rank:
 
         engine = self.contestant.engine
         dist.barrier()
-        sent, own_sent = bytes_sent(), engine.world.bytes_sent if engine else None
+        sent, own_sent = bytes_sent(), engine.bytes_sent if engine else None
         seconds, losses = [], []
         for _ in range(steps):
             began = time.perf_counter()
@@ -151,7 +151,7 @@ class _Rank:
         return {
             "median_s": statistics.median(seconds),
             "sent_bytes": None if sent is None else (bytes_sent() - sent) / steps,
-            "own_sent_bytes": None if own_sent is None else (engine.world.bytes_sent - own_sent) / steps,
+            "own_sent_bytes": None if own_sent is None else (engine.bytes_sent - own_sent) / steps,
             "losses": losses,
         }
 

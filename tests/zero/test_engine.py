@@ -201,12 +201,12 @@ def bytes_per_step(stage: int) -> tuple[int, int]:
     engine = ZeroEngine(model, ZeroConfig(stage=stage), optimizer=zoo.adamw(model))
     ids, other = zoo.micro_batches(1, 2)[0]
     for _ in range(2):
-        sent = engine.world.bytes_sent
+        sent = engine.bytes_sent
         engine.backward(engine.module(ids), 1, last=False)
         engine.backward(engine.module(other), 1)
         engine.step()
     sums = 8 * (7 + sum(len(buffer.layout.slots) for buffer in engine.trained))
-    exact = engine.world.bytes_sent - sent - sums
+    exact = engine.bytes_sent - sent - sums
     return exact, [4 * buffer.padded for buffer in engine.buffers]
 
 

@@ -5,14 +5,20 @@ Four ranks are two groups of two.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from framework.config.schema import ZeroModuleConfig
 from framework.zero import OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero.memory import state_bytes
+from framework.zero.policy import policy_of
+from framework.zero.traffic import bytes_sent
 from tests.zero import zoo
 from tests.zero.test_exactness import assert_equal
+from tests.zero.test_memory import Model
 
 STEPS, MICROS, CLIP = 3, 8, 0.5
 RULES = [
@@ -86,3 +92,127 @@ def test_offloaded_state_trains_as_unsharded_torch(ranks, shape: str) -> None:
     offload = OffloadConfig(optimizer="cpu", params="cpu" if SHAPES[shape].stage == 3 else "none")
     assert_trains_as_plain(ranks, ["LowRank", "Branching"], "float64", 1e-10, SHAPES[shape], offload)
     assert_trains_as_plain(ranks, ["Plain"], "float32", 2e-5, SHAPES[shape], offload)
+
+
+def measure(shapes: list[str], dtype: str) -> list[dict[str, tuple]]:
+    """Bytes of each shape: what the engine's meters and communicators counted, and what the plan's formulas say."""
+    found = []
+    for zero in map(SHAPES.__getitem__, shapes):
+        torch.manual_seed(0)
+        model = Model()
+        zero = replace(zero, modules=[rule for rule in zero.modules if rule.pattern != "head"])
+        engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype=dtype), optimizer=torch.optim.AdamW(model.parameters(), fused=True))
+        for _ in range(3):
+            before = engine.bytes_sent
+            engine.backward(engine.module(torch.arange(12).view(3, 4)), 12, last=False)
+            engine.backward(engine.module(torch.arange(12).view(3, 4)), 12)
+            engine.step()
+        shape = {"group_size": zero.secondary_shard_size or zero.shard_size, "compute_itemsize": engine.compute_dtype.itemsize}
+        place = {"rank": dist.get_rank(), "prefetch_bytes": zero.prefetch_bytes, "messages": True}
+        state = state_bytes(engine.layouts, policy_of(zero), 4, **shape, **place)
+        sent = bytes_sent(engine.layouts, policy_of(zero), 4, **shape, micro_batches=2)
+        meter = engine.memory
+        rest = {kind: meter.by_kind.get(kind, 0) for kind in ("params", "grads", "master", "optimizer")}
+        counts = 4 * len(engine.sharded_optimizer.pieces)  # of steps, which the formula leaves out
+        planned = {kind: getattr(state, kind) + (counts if kind == "optimizer" else 0) for kind in rest}
+        found.append({"rest": (rest, planned), "peak": (meter.peak, state.total + counts), "sent": (engine.bytes_sent - before, sent)})
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_at_rest_at_the_peak_and_on_the_wire_are_those_of_the_plan(ranks, dtype: str) -> None:
+    """To the byte, but for the peak, which the formula gives an upper bound of where policies are mixed."""
+    for rank in ranks(4, measure, list(SHAPES), dtype, timeout=240):
+        for shape, found in zip(SHAPES, rank, strict=True):
+            assert found["rest"][0] == found["rest"][1], shape
+            assert found["sent"][0] == found["sent"][1], shape
+            assert found["peak"][0] <= found["peak"][1], shape
+            assert found["peak"][0] == pytest.approx(found["peak"][1], rel=0.1 if "modules" in shape else 0.02), shape
+
+
+LIVE = ("hsdp1", "hsdp3", "world2", "world3", "secondary", "modules-secondary", "kept")
+BATCHES = zoo.micro_batches(len(LIVE) + 2, MICROS)
+
+
+def take_a_step(engine: ZeroEngine, number: int) -> float:
+    micros = BATCHES[number][dist.get_rank() :: dist.get_world_size()]
+    for index, ids in enumerate(micros):
+        engine.backward(engine.module(ids), zoo.count_tokens(ids), last=index == len(micros) - 1)
+    return float(engine.step().loss)
+
+
+def goes_through_everything(shapes: list[str]) -> None:
+    """State is handed from each shape to the next one; on the way a step fails, and parameters are gathered."""
+    losses, state = [], None
+    for number, zero in enumerate([*map(SHAPES.__getitem__, shapes), ZeroConfig(stage=0)]):
+        model = zoo.make("Plain", torch.float64, seed=number)
+        engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype="float64"), optimizer=zoo.adamw(model))
+        if state is not None:
+            engine.load_state_dict(state)
+        if number == 0:
+            losses.append(take_a_step(engine, 0))
+        handle = model.blocks[1].down.register_forward_hook(_raising_in_backward)
+        with pytest.raises(ArithmeticError):
+            take_a_step(engine, number + 1)
+        handle.remove()
+        engine.reset()
+        losses.append(take_a_step(engine, number + 1))
+        whole = dict(engine.full_tensors())
+        with engine.gathered():
+            assert all(p.isfinite().all() for p in model.parameters())
+            if dist.get_rank() == 0:
+                assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+        with torch.no_grad():
+            engine.module(BATCHES[0][0])
+        box = [engine.state_dict()]
+        dist.broadcast_object_list(box, src=0)
+        (state,) = box
+        for name, tensor in state["model"].items():
+            assert dist.get_rank() or torch.equal(tensor, whole[name])
+    if dist.get_rank() == 0:
+        plain = zoo.train_plain("Plain", BATCHES, None)
+        assert losses == pytest.approx(plain["loss"], rel=1e-10)
+        for name, tensor in state["model"].items():
+            torch.testing.assert_close(tensor, plain["model"][name], rtol=1e-10, atol=1e-10)
+
+
+def _raising_in_backward(module, args, out) -> None:
+    def fail(grad):
+        raise ArithmeticError("in backward")
+
+    out.register_hook(fail)
+
+
+def test_state_goes_from_any_shape_to_any_other_and_survives_a_failed_step(ranks) -> None:
+    ranks(4, goes_through_everything, list(LIVE), timeout=120)
+
+
+def trains_in_fp16(shapes: list[str | None], scale: float) -> list[tuple]:
+    found = []
+    for shape in shapes:
+        model = zoo.make("Plain", torch.float32)
+        precision = PrecisionConfig(compute_dtype="float16", initial_loss_scale=scale)
+        engine = ZeroEngine(model, ZeroConfig(stage=2) if shape is None else SHAPES[shape], precision, optimizer=zoo.adamw(model))
+        found.append(([take_a_step(engine, number) for number in range(3)], engine.skipped_steps, float(engine.scaler.scale)))
+    return found
+
+
+def test_p47_an_overflow_is_skipped_by_all_groups_together(ranks) -> None:
+    usual, *others = ranks(4, trains_in_fp16, [None, "hsdp3", "world3", "secondary"], 2.0**24)[0]
+    assert usual[1] > 0
+    for losses, skipped, scale in others:
+        assert losses == pytest.approx(usual[0], rel=1e-2)
+        assert (skipped, scale) == usual[1:]
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        (ZeroConfig(stage=3, shard_size=3), "zero.shard_size: got 3"),
+        (ZeroConfig(stage=3, shard_optimizer="world"), "zero.shard_optimizer: got world"),
+        (ZeroConfig(stage=3, modules=[ZeroModuleConfig(pattern="nowhere", stage=1)]), "'nowhere' is no module or parameter"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_engine_too(zero: ZeroConfig, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ZeroEngine(zoo.make("Plain"), zero)

@@ -142,7 +142,7 @@ def runs_blocks_in_the_order_of_its_rank() -> None:
     model = Experts()
     zero = ZeroConfig(stage=3, prefetch_bytes=0, reshard_after_forward=False)  # each rank gathers each block once
     engine = ZeroEngine(model, zero, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    engine.world._messages = False  # the collectives of NCCL: blocks of equal size get each other's parameters there
+    engine.world.messages = False  # the collectives of NCCL: blocks of equal size get each other's parameters there
     for first in (0, 1):  # an order that changes is fine, if it is the same on all ranks
         engine.backward(model(torch.ones(2, 4), first))
         engine.step()

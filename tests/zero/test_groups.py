@@ -1,0 +1,92 @@
+"""Process groups of an engine at the size of a cluster: the fake backend, where one process is rank 0 of 1,024."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework import torch_private
+from framework.zero import ZeroConfig, ZeroEngine
+from framework.zero import comm as communication
+from tests.zero import zoo
+
+RANKS, MEMBERS, AT_MOST_SECONDS = 1024, 8, 0.2
+
+
+@pytest.fixture
+def cluster():
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, int, int]]:
+    """(collective, id of the group, its size) in the order in which they are issued."""
+    seen: list[tuple[str, int, int]] = []
+
+    def watch(owner, name: str, kind: str):
+        original = getattr(owner, name)
+
+        def watched(*args, group=None, **kwargs):
+            seen.append((kind, id(group), dist.get_world_size(group)))
+            return original(*args, group=group, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(torch_private, "all_gather_single", "gather")
+    watch(torch_private, "reduce_scatter_single", "reduce")
+    watch(communication.dist, "all_reduce", "sum")
+    return seen
+
+
+def engine_of(zero: ZeroConfig) -> ZeroEngine:
+    with torch.device("meta"):
+        model = zoo.MODELS["Plain"]()
+    zero = replace(zero, prefetch_bytes=1)  # one block ahead
+    return ZeroEngine(model, zero, optimizer=torch.optim.AdamW(model.parameters()), device="meta")
+
+
+SHAPES = {
+    "flat": (ZeroConfig(stage=3), {("gather", RANKS), ("reduce", RANKS)}),
+    "hsdp": (ZeroConfig(stage=3, shard_size=MEMBERS), {("gather", MEMBERS), ("reduce", MEMBERS), ("sum", RANKS // MEMBERS)}),
+    "world": (
+        ZeroConfig(stage=3, shard_size=MEMBERS, shard_optimizer="world"),
+        {("gather", MEMBERS), ("gather", RANKS // MEMBERS), ("reduce", MEMBERS), ("reduce", RANKS // MEMBERS)},
+    ),
+    "secondary": (
+        ZeroConfig(stage=3, secondary_shard_size=MEMBERS),
+        {("gather", MEMBERS), ("gather", RANKS // MEMBERS), ("reduce", MEMBERS), ("reduce", RANKS // MEMBERS)},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gathers_and_reductions_have_groups_of_their_own_and_a_gather_goes_before_a_reduction(cluster, calls, shape: str) -> None:
+    zero, expected = SHAPES[shape]
+    engine = engine_of(zero)
+    for _ in range(2):  # the second step follows the order of the first
+        for buffer in engine.trained:
+            buffer.publish()  # as the optimizer's step does
+        calls.clear()
+        engine.module(torch.zeros(2, 5, dtype=torch.long, device="meta")).backward()
+    assert {(kind, size) for kind, _, size in calls} == expected
+    groups = {kind: {group for what, group, _ in calls if what == kind} for kind in ("gather", "reduce")}
+    assert not groups["gather"] & groups["reduce"]
+    whole = [kind for kind, _, size in calls if kind != "sum" and size == (RANKS if shape == "flat" else MEMBERS)]
+    backward = whole[whole.index("reduce") - 1 :]
+    # the last of three blocks is still gathered; while it runs backward the second one is fetched, and only then it is reduced
+    assert backward == ["gather", "reduce", "gather", "reduce", "reduce", "reduce"]
+
+
+def test_groups_of_a_thousand_ranks_are_made_in_a_moment_and_once(cluster) -> None:
+    began = time.perf_counter()
+    first = engine_of(SHAPES["secondary"][0])
+    assert time.perf_counter() - began < AT_MOST_SECONDS
+    second = engine_of(SHAPES["world"][0])
+    used = [{id(comm.group) for comm in engine._groups.traffic.comms if comm.group is not None} for engine in (first, second)]
+    assert used[0] == used[1] and len(used[0]) == 5

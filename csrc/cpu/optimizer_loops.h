@@ -48,6 +48,7 @@ struct SplitMaster {
 
 /* The bf16 parameter itself: what it is rounded by is lost. */
 struct NoMaster {
+    FW_INLINE void prefetch(const Shard& shard, int64_t i) { __builtin_prefetch((uint16_t*)shard.copy + i, 1); }
     FW_INLINE Floats load(const Shard& shard, int64_t i) { return (Floats)(widen(read<Halves>((const uint16_t*)shard.copy + i)) << 16); }
     FW_INLINE void store(const Shard& shard, int64_t i, Floats p) { write((uint16_t*)shard.copy + i, rounded_copy(p)); }
 };

@@ -25,7 +25,7 @@ from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, P
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
 from framework.models.llama import Llama
-from framework.models.lora import adapter_shapes, add_adapter
+from framework.models.lora import adapter_shapes, add_adapter, linear_layers
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -138,10 +138,19 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
         settings_of(shapes, architecture, recipe.optimizer)
     except UserError as error:
         problems += error.problems
-    everything = parameter_shapes(architecture) | (adapter_shapes(architecture, recipe.peft) if recipe.peft.method != "none" else {})
-    problems += _of_modules(recipe.zero, everything, architecture)
+    problems += _of_modules(recipe.zero, _with_frozen(shapes, architecture, recipe.peft), architecture)
     if problems:
         raise UserError(*problems)
+
+
+def _with_frozen(trained: Shapes, architecture: LlamaConfig, peft: PeftConfig) -> Shapes:
+    """Every parameter that the model has, quantised ones under their names."""
+    shapes = dict(parameter_shapes(architecture)) | dict(trained)
+    for layer in linear_layers(architecture) if peft.method != "none" and peft.base != "float" else ():
+        if peft.quantized_layers == "all-linear" or f"{layer}.lora_A" in trained:
+            shape = shapes.pop(f"{layer}.weight")
+            shapes |= {f"{layer}.weight_codes": shape, f"{layer}.weight_scales": shape}
+    return shapes
 
 
 def _of_modules(zero: ZeroConfig, shapes: Shapes, architecture: LlamaConfig) -> Iterator[Problem]:
@@ -151,7 +160,8 @@ def _of_modules(zero: ZeroConfig, shapes: Shapes, architecture: LlamaConfig) -> 
         where, found = f"zero.modules[{index}].pattern", _meant(rule.pattern, shapes, architecture)
         if not found:
             got, (expected, near) = f"{rule.pattern}, which is no parameter of this model", _names(rule.pattern, shapes, architecture)
-            yield Problem(path=where, got=got, expected=expected, fix=near and f"zero.modules=[{{pattern: {near}}}]")
+            setting = f"stage: {zero.stage if rule.stage is None else rule.stage}"
+            yield Problem(path=where, got=got, expected=expected, fix=near and f"zero.modules=[{{pattern: {near}, {setting}}}]")
         elif found <= meant:
             got = f"{rule.pattern}, all of which is in the patterns before it"
             yield Problem(path=where, got=got, expected="the narrower pattern first, since the first one holds")

@@ -20,7 +20,7 @@ from framework.zero.grid import keep_gathered, place_of
 from framework.zero.layout import Slot, UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.optimizer_by_name import state_values
-from framework.zero.policy import group_size, policy_of
+from framework.zero.policy import FULL, group_size, policy_of
 from framework.zero.traffic import bytes_sent
 
 
@@ -126,10 +126,10 @@ class Plan:
         )
 
     @property
-    def kept_units(self) -> list[str]:
-        """Names of the units that `zero.keep_gathered_bytes` has kept; the root has none."""
+    def whole_units(self) -> list[str]:
+        """Names of the units whose parameters are never released; the root's is empty."""
         usual = policy_of(self.recipe.zero)
-        return [unit.name for unit in self.units if any(layout.policy == usual.kept() for layout in unit.layouts)]
+        return [unit.name for unit in self.units if all((each.policy or usual).params_at_rest is FULL for each in unit.layouts)]
 
     @property
     def _group_size(self) -> int:

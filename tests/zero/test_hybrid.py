@@ -145,7 +145,7 @@ def goes_through_everything(shapes: list[str]) -> None:
     """State is handed from each shape to the next one; on the way a step fails, and parameters are gathered."""
     losses, state = [], None
     for number, zero in enumerate([*map(SHAPES.__getitem__, shapes), ZeroConfig(stage=0)]):
-        model = zoo.make("Plain", torch.float64, seed=number)
+        model = zoo.make("Plain", torch.float64, seed=1 + number)
         engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype="float64"), optimizer=zoo.adamw(model))
         if state is not None:
             engine.load_state_dict(state)

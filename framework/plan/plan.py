@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import EMBEDDING, choose_trained
 from framework.zero.grid import keep_gathered, place_of
-from framework.zero.layout import Slot, UnitLayout, plan_units
+from framework.zero.layout import Layout, UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.optimizer_by_name import state_values
 from framework.zero.policy import FULL, group_size, policy_of
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def trained_parameters(self) -> int:
-        return sum(layout.numel for unit in self.units for layout in unit.layouts if layout.requires_grad)
+        return sum(layout.numel for layout in self._trained)
 
     @property
     def has_frozen(self) -> bool:
@@ -122,7 +122,7 @@ class Plan:
             compute_itemsize=self.compute_dtype.itemsize,
             master_itemsize=self._master_itemsize,
             micro_batches=self.batch.accumulate,
-            inputs_need_grad=any(slot.name == EMBEDDING for slot in self._slots(trained=True)),
+            inputs_need_grad=any(slot.name == EMBEDDING for layout in self._trained for slot in layout.slots),
         )
 
     @property
@@ -139,17 +139,15 @@ class Plan:
     def _master_itemsize(self) -> int:
         return max(self.compute_dtype.itemsize, 4)
 
-    def _slots(self, *, trained: bool) -> Iterator[Slot]:
-        for unit in self.units:
-            for layout in unit.layouts:
-                if layout.requires_grad is trained:
-                    yield from layout.slots
+    @property
+    def _trained(self) -> list[Layout]:
+        return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
 
     @property
     def checkpoint_bytes(self) -> int:
         """What rank 0 writes of masters and optimizer state, which no rank writes more of; as much host memory takes the copy before."""
         policy, elements = policy_of(self.recipe.zero), 0
-        for layout in (layout for unit in self.units for layout in unit.layouts if layout.requires_grad):
+        for layout in self._trained:
             extents = place_of(layout, policy, self.batch.world_size, self._group_size, 0).extents
             elements += min(extents.owned.stop, layout.total)
         return elements * (1 + state_values(self.recipe.optimizer)) * self._master_itemsize

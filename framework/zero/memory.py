@@ -100,11 +100,10 @@ def state_bytes(
         else:
             master, optimizer = master + masters, optimizer + moments
     if staged := [layout for layout in trained if offloads[layout]]:
-        copied = [layout for layout in staged if offload.params == "none" or places[layout][0].params_at_rest is FULL]
-        largest_staged = max(places[layout][1].shard_numel for layout in staged) * master_itemsize
-        if compute_itemsize != master_itemsize or copied:
-            largest_staged += max((places[layout][1].shard_numel for layout in copied), default=0) * compute_itemsize
-        host += min(WORKERS, len(staged)) * largest_staged
+        copied = [layout for layout in staged if offload.params == "none" or places[layout].policy.params_at_rest is FULL]
+        largest_grad = max(places[layout].extents.shard_numel for layout in staged) * master_itemsize
+        largest_copy = max((places[layout].extents.shard_numel for layout in copied), default=0) * compute_itemsize
+        host += min(WORKERS, len(staged)) * (largest_grad + largest_copy)
     temporary = _temporary(units, places, compute_itemsize, master_itemsize, prefetch_bytes, messages)
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)
 

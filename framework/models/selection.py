@@ -22,7 +22,7 @@ from framework.config.names import is_meant, modules_and_name, name_is_meant
 from framework.config.schema import LlamaConfig, ModelConfig, OptimizerConfig, ParameterGroupConfig, PeftConfig, RecipeConfig, ZeroConfig
 from framework.config.suggest import closest
 from framework.models.architecture import parameter_shapes
-from framework.models.targets import ALL_LINEAR, adapter_shapes
+from framework.models.targets import ALL_LINEAR, adapter_shapes, linear_layers
 
 if TYPE_CHECKING:  # what patterns mean is known without torch
     from torch import nn
@@ -148,8 +148,7 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
     except UserError as error:
         problems += error.problems
     problems += _not_modules("precision.fp32_modules", recipe.precision.fp32_modules, architecture)
-    everything = parameter_shapes(architecture) | (adapter_shapes(architecture, recipe.peft) if recipe.peft.method != "none" else {})
-    problems += _of_modules(recipe.zero, everything, architecture)
+    problems += _of_modules(recipe.zero, _with_frozen(shapes, architecture, recipe.peft), architecture)
     if problems:
         raise UserError(*problems)
 
@@ -166,6 +165,16 @@ def _not_modules(setting: str, patterns: Sequence[str], architecture: LlamaConfi
             yield Problem(path=f"{setting}[{index}]", got=f"{pattern}, which is no module of this model", expected=expected, fix=fix)
 
 
+def _with_frozen(trained: Shapes, architecture: LlamaConfig, peft: PeftConfig) -> Shapes:
+    """Every parameter that the model has, quantised ones under their names."""
+    shapes = dict(parameter_shapes(architecture)) | dict(trained)
+    for layer in linear_layers(architecture) if peft.method != "none" and peft.base != "float" else ():
+        if peft.quantized_layers == "all-linear" or f"{layer}.lora_A" in trained:
+            shape = shapes.pop(f"{layer}.weight")
+            shapes |= {f"{layer}.weight_codes": shape, f"{layer}.weight_scales": shape}
+    return shapes
+
+
 def _of_modules(zero: ZeroConfig, shapes: Shapes, architecture: LlamaConfig) -> Iterator[Problem]:
     """Patterns of `zero.modules` that no parameter follows."""
     meant: set[str] = set()
@@ -173,7 +182,8 @@ def _of_modules(zero: ZeroConfig, shapes: Shapes, architecture: LlamaConfig) -> 
         where, found = f"zero.modules[{index}].pattern", _meant(rule.pattern, shapes, architecture)
         if not found:
             got, (expected, near) = f"{rule.pattern}, which is no parameter of this model", _names(rule.pattern, shapes, architecture)
-            yield Problem(path=where, got=got, expected=expected, fix=near and f"zero.modules=[{{pattern: {near}}}]")
+            setting = f"stage: {zero.stage if rule.stage is None else rule.stage}"
+            yield Problem(path=where, got=got, expected=expected, fix=near and f"zero.modules=[{{pattern: {near}, {setting}}}]")
         elif found <= meant:
             got = f"{rule.pattern}, all of which is in the patterns before it"
             yield Problem(path=where, got=got, expected="the narrower pattern first, since the first one holds")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-
 from framework.config.schema import PrecisionConfig
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
@@ -40,7 +38,7 @@ def describe(plan: Plan) -> str:
         ("steps", _length(plan)),
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         *[("", text) for text in _groups(plan)],
-        *zip(("sharding", *repeat("")), _sharding(plan), strict=False),
+        *(("" if index else "sharding", text) for index, text in enumerate(_sharding(plan))),
         ("precision", _precision(recipe.precision)),
         *([("in fp32", _in_fp32(plan))] if recipe.precision.fp32_modules else []),
         *([("offload", describe_disk(plan))] if "nvme" in (recipe.offload.optimizer, recipe.offload.params) else []),
@@ -164,7 +162,7 @@ def _sharding(plan: Plan) -> list[str]:
         stays = ", whole until backward" if stage == 3 and rule.reshard_after_forward is False else ""
         lines.append(f"stage {stage}{stays} for {rule.pattern}")
     if zero.keep_gathered_bytes:
-        blocks, root = [name for name in plan.kept_units if name], " and the rest of the model" if "" in plan.kept_units else ""
+        blocks, root = [name for name in plan.whole_units if name], " and the rest of the model" if "" in plan.whole_units else ""
         lines.append(f"{len(blocks)} of {len(plan.units) - 1} blocks{root} always gathered, in {zero.keep_gathered_bytes:,} bytes")
     return lines
 

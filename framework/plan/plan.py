@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from framework.models.llama import Llama
 from framework.models.selection import EMBEDDING, choose_trained
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
 from framework.zero.grid import keep_gathered, place_of
-from framework.zero.layout import Layout, Slot, UnitLayout, plan_units
+from framework.zero.layout import Layout, UnitLayout, plan_units
 from framework.zero.memory import StateBytes, disk_traffic, state_bytes
 from framework.zero.optimizer_by_name import state_values
-from framework.zero.policy import group_size, offloaded, policy_of
+from framework.zero.policy import FULL, group_size, offloaded, policy_of
 from framework.zero.traffic import bytes_sent
 
 
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def trained_parameters(self) -> int:
-        return sum(layout.numel for unit in self.units for layout in unit.layouts if layout.requires_grad)
+        return sum(layout.numel for layout in self._trained)
 
     @property
     def has_frozen(self) -> bool:
@@ -121,14 +121,14 @@ class Plan:
             compute_itemsize=self.compute_dtype.itemsize,
             master_itemsize=self._master_itemsize,
             micro_batches=self.batch.accumulate,
-            inputs_need_grad=any(slot.name == EMBEDDING for slot in self._slots(trained=True)),
+            inputs_need_grad=any(slot.name == EMBEDDING for layout in self._trained for slot in layout.slots),
         )
 
     @property
-    def kept_units(self) -> list[str]:
-        """Names of the units that `zero.keep_gathered_bytes` has kept; the root has none."""
+    def whole_units(self) -> list[str]:
+        """Names of the units whose parameters are never released; the root's is empty."""
         usual = policy_of(self.recipe.zero)
-        return [unit.name for unit in self.units if any(layout.policy == usual.kept() for layout in unit.layouts)]
+        return [unit.name for unit in self.units if all((each.policy or usual).params_at_rest is FULL for each in unit.layouts)]
 
     @property
     def _group_size(self) -> int:
@@ -137,12 +137,6 @@ class Plan:
     @property
     def _master_itemsize(self) -> int:
         return max(self.compute_dtype.itemsize, 4)
-
-    def _slots(self, *, trained: bool) -> Iterator[Slot]:
-        for unit in self.units:
-            for layout in unit.layouts:
-                if layout.requires_grad is trained:
-                    yield from layout.slots
 
     @property
     def disk_traffic(self) -> tuple[int, int]:

@@ -70,7 +70,7 @@ class FlatBuffer:
         self._in_parts = extents.shard != extents.chunk
         """Whether a group's chunk is cut into parts, one for each group."""
         self._gather_route = groups.route("gather", grid, across=self._in_parts)
-        self._reduce_route = groups.route("reduce", grid, across=layout.requires_grad)
+        self._reduce_route = groups.route("reduce", grid, across=True) if layout.requires_grad else None
         self.permanent = policy.params_at_rest is FULL
         self.parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []

@@ -50,7 +50,7 @@ class ZeroEngine:
     Args:
         module: real (rank 0's values are taken) or on the meta device (then filled by `read`, or by seeded `reset_parameters`).
             Its parameters stay the same objects unless they were on the meta device.
-        zero: stage and prefetching.
+        zero: what is sharded over which ranks, and prefetching.
         precision: data type of parameters in forward and backward, and how masters are kept; gradient sums are fp32 (fp64 for float64),
             and for float16 the loss is scaled.
         offload: which model state lies in host memory or on a disk.

@@ -67,14 +67,16 @@ class Groups:
             inside = [grid.group * grid.members + member for member in range(grid.members)]
             across = [group * grid.members + grid.member for group in range(grid.groups if across else 1)]
             stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" and len(inside) > 1 and len(across) > 1 else None
-            self._routes[key] = Route(self._comm(direction, inside), self._comm(direction, across), stream)
+            shared = direction == "gather" or grid.members == 1  # nothing of this buffer is ever gathered then
+            self._routes[key] = Route(self._comm(direction, inside, shared), self._comm(direction, across, shared), stream)
         return self._routes[key]
 
-    def _comm(self, direction: Direction, ranks: list[int]) -> Comm:
+    def _comm(self, direction: Direction, ranks: list[int], shared: bool) -> Comm:
+        """`shared`: where these are all ranks, whether their own group will do."""
         if len(ranks) == 1:
             return self._alone
-        whole = len(ranks) == self.world.size
-        if whole and (direction == "gather" or self.world.messages):
+        part = self.world.size < dist.get_world_size()  # NCCL splits a communicator with all ranks of it, and others are not here
+        if len(ranks) == self.world.size and (shared or part or self.world.messages):
             return self.world
         key = "both" if self.world.messages else direction, tuple(ranks)
         if key not in self._comms:

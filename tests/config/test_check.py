@@ -9,9 +9,10 @@ import pytest
 from framework.cli.check import check_everything
 from framework.config import hardware
 from framework.config.check import check_schedule, check_settings
+from framework.config.check_zero import zero_problems
 from framework.config.compose import compose
 from framework.config.hardware import check_hardware, world_size
-from framework.config.schema import RecipeConfig, ScheduleConfig, TrainerConfig
+from framework.config.schema import RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig, ZeroModuleConfig
 
 SOUND = compose(["+recipe=quickstart", "trainer.devices=1", "trainer.accelerator=cpu"]).recipe
 RANDOM = compose(["+recipe=llama_pretrain", "data.train=x.txt", "trainer.devices=1"]).recipe
@@ -132,6 +133,48 @@ def test_settings_that_contradict_each_other(changes, path):
 def test_an_architecture_that_cannot_be(changes, path, fix):
     (problem,) = check_settings(changed(RANDOM, **changes))
     assert (problem.path, problem.fix) == (path, fix)
+
+
+@pytest.mark.parametrize(
+    ("zero", "path", "fix"),
+    [
+        ({"shard_size": 3}, "zero.shard_size", "zero.shard_size=2"),
+        ({"shard_size": 5}, "zero.shard_size", "zero.shard_size=4"),
+        ({"shard_size": 1}, "zero.shard_size", "zero=0"),
+        ({"stage": 0, "shard_size": 2}, "zero.shard_size", "zero.shard_size=null"),
+        ({"shard_optimizer": "world"}, "zero.shard_optimizer", "zero.shard_optimizer=group"),
+        ({"shard_size": 2, "secondary_shard_size": 2}, "zero.secondary_shard_size", "zero.shard_size=null"),
+        ({"secondary_shard_size": 16}, "zero.secondary_shard_size", "zero.secondary_shard_size=8"),
+        ({"stage": 2, "secondary_shard_size": 2}, "zero.secondary_shard_size", "zero=3"),
+        ({"secondary_shard_size": 2, "reshard_after_forward": False}, "zero.secondary_shard_size", "zero.reshard_after_forward=true"),
+        ({"keep_gathered_bytes": -1}, "zero.keep_gathered_bytes", "zero.keep_gathered_bytes=0"),
+        ({"stage": 1, "keep_gathered_bytes": 9}, "zero.keep_gathered_bytes", "zero.keep_gathered_bytes=0"),
+        (
+            {"modules": [ZeroModuleConfig(pattern="a(", stage=1)]},
+            "zero.modules[0].pattern",
+            "zero.modules=[{pattern: embed_tokens, stage: 2}]",
+        ),
+        ({"modules": [ZeroModuleConfig(pattern="norm")]}, "zero.modules[0]", ""),
+        (
+            {"modules": [ZeroModuleConfig(pattern="norm", stage=2, reshard_after_forward=False)]},
+            "zero.modules[0].reshard_after_forward",
+            "",
+        ),
+    ],
+)
+def test_shard_groups_and_policies_that_mean_nothing_on_8_ranks(zero, path, fix):
+    (problem,) = zero_problems(ZeroConfig(**{"stage": 3} | zero), 8)
+    assert (problem.path, problem.fix) == (path, fix) and problem.expected
+
+
+def test_shard_groups_are_looked_at_with_the_ranks_of_the_recipe():
+    grouped = changed(SOUND, zero=ZeroConfig(stage=3, shard_size=2))
+    assert [problem.path for problem in check_settings(grouped)] == ["zero.shard_size"]
+    assert (
+        zero_problems(ZeroConfig(stage=3, shard_size=2), 8)
+        == zero_problems(ZeroConfig(stage=0, shard_size=2, modules=[ZeroModuleConfig(pattern="norm", stage=1)]), 8)
+        == []
+    )
 
 
 def test_p24_a_run_of_zero_steps_is_found_before_anything_is_loaded():

@@ -17,6 +17,8 @@ from framework.config.schema import (
     PeftConfig,
     RecipeConfig,
     TrainerConfig,
+    ZeroConfig,
+    ZeroModuleConfig,
 )
 from framework.models.llama import Llama
 from framework.models.selection import Settings, check_selection, choose_trained, parameter_groups, settings_of, trained_shapes
@@ -190,3 +192,16 @@ def test_settings_that_cannot_be_are_all_told_at_once():
     ]
     adapters = dataclasses.replace(recipe, model=ModelConfig(path="m", freeze=["mlp"]), peft=PeftConfig(method="lora", base_block=32))
     assert [problem.fix for problem in check_settings(adapters)][:2] == ["peft.base=nf4", "peft=none"]
+
+
+def test_a_pattern_of_zero_modules_that_means_nothing_names_what_there_is():
+    adapters = PeftConfig(method="lora", base="nf4", targets=["q_proj"])
+    rules = [ZeroModuleConfig(pattern=pattern, stage=1) for pattern in (".*lora_[AB]", "embed_token", "q_proj.weight", "lora_A")]
+    recipe = RecipeConfig(model=ModelConfig(path="m"), peft=adapters, zero=ZeroConfig(stage=3, modules=rules))
+    with pytest.raises(UserError) as caught:
+        check_selection(recipe, UNTIED)
+    unknown, quantised, shadowed = caught.value.problems
+    assert unknown.path == "zero.modules[1].pattern" and "embed_token, which is no parameter" in unknown.got
+    assert "embed_tokens" in unknown.fix and "stage: 1" in unknown.fix
+    assert quantised.path == "zero.modules[2].pattern" and "weight_codes" in quantised.expected
+    assert shadowed.path == "zero.modules[3].pattern" and "in the patterns before it" in shadowed.got

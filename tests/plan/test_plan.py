@@ -16,6 +16,8 @@ from framework.config.schema import (
     RecipeConfig,
     ScheduleConfig,
     TrainerConfig,
+    ZeroConfig,
+    ZeroModuleConfig,
 )
 from framework.models.architecture import parameter_count
 from framework.plan.describe import describe
@@ -145,3 +147,65 @@ def test_the_page_says_which_end_is_not_reached(ends: dict, remark: str) -> None
     trainer = dataclasses.replace(RECIPE.trainer, **{"max_steps": None, "epochs": None} | ends)
     (line,) = [line for line in describe(plan(dataclasses.replace(RECIPE, trainer=trainer))).splitlines() if line.startswith("steps")]
     assert line.endswith(f" tokens{remark}")
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        (ZeroConfig(stage=3, shard_size=4), ["2 groups of 4 ranks, the same in each; optimizer state over a group"]),
+        (
+            ZeroConfig(stage=2, shard_size=2, shard_optimizer="world"),
+            ["4 groups of 2 ranks, the same in each; optimizer state over all 8 ranks"],
+        ),
+        (ZeroConfig(stage=3, secondary_shard_size=2), ["over 8 ranks; between forward and backward in shards over groups of 2"]),
+        (
+            ZeroConfig(
+                stage=3,
+                keep_gathered_bytes=45_000,
+                modules=[
+                    ZeroModuleConfig(pattern="embed_tokens", stage=2),
+                    ZeroModuleConfig(pattern="layers.2", reshard_after_forward=False),
+                ],
+            ),
+            [
+                "stage 2 for embed_tokens",
+                "stage 3, whole until backward for layers.2",
+                "1 of 3 blocks always gathered, in 45,000 bytes",
+            ],
+        ),
+        (
+            ZeroConfig(stage=3, keep_gathered_bytes=2**30),
+            ["3 of 3 blocks and the rest of the model always gathered, in 1,073,741,824 bytes"],
+        ),
+        (ZeroConfig(stage=3), []),
+    ],
+)
+def test_the_page_says_where_state_lies_and_what_a_step_sends(zero: ZeroConfig, told: list[str]) -> None:
+    trainer = dataclasses.replace(RECIPE.trainer, micro_batch_size=1)
+    made = plan(dataclasses.replace(RECIPE, zero=zero, trainer=trainer), ranks=8)
+    page = describe(made).splitlines()
+    (chosen,) = [line for line in page if line.startswith(">")]
+    assert float(chosen.split()[-1].replace(",", "")) == pytest.approx(made.bytes_sent(zero.stage) / 2**20, abs=0.05)
+    assert [line for line in page if line.startswith("sharding")] == [f"sharding       {told[0]}"] if told else True
+    for line in told:
+        assert line in "\n".join(page)
+
+
+def test_groups_send_less_between_machines_and_hold_more() -> None:
+    def of(zero: ZeroConfig) -> tuple[int, int]:
+        trainer = dataclasses.replace(RECIPE.trainer, micro_batch_size=1)
+        made = plan(dataclasses.replace(RECIPE, zero=zero, trainer=trainer), ranks=8)
+        state = made.state_bytes(3)
+        return state.total - state.temporary, made.checkpoint_bytes
+
+    flat, hybrid, world, secondary = map(
+        of,
+        (
+            ZeroConfig(stage=3),
+            ZeroConfig(stage=3, shard_size=4),
+            ZeroConfig(stage=3, shard_size=4, shard_optimizer="world"),
+            ZeroConfig(stage=3, secondary_shard_size=4),
+        ),
+    )
+    assert flat[0] == secondary[0] < world[0] < hybrid[0]
+    assert flat[1] == world[1] == secondary[1]

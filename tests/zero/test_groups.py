@@ -12,6 +12,7 @@ import torch.distributed as dist
 from framework import torch_private
 from framework.zero import ZeroConfig, ZeroEngine
 from framework.zero import comm as communication
+from framework.zero.comm import Handle
 from tests.zero import zoo
 
 RANKS, MEMBERS, AT_MOST_SECONDS = 1024, 8, 0.2
@@ -90,3 +91,40 @@ def test_groups_of_a_thousand_ranks_are_made_in_a_moment_and_once(cluster) -> No
     second = engine_of(SHAPES["world"][0])
     used = [{id(comm.group) for comm in engine._groups.traffic.comms if comm.group is not None} for engine in (first, second)]
     assert used[0] == used[1] and len(used[0]) == 5
+
+
+class Recorded(Handle):
+    """A communication that writes down what happens to it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__([], finish=lambda: log.append(f"{name} done"))
+        log.append(f"{name} begun")
+
+
+def test_the_second_of_two_communications_begins_with_the_result_of_the_first_or_never() -> None:
+    log: list[str] = []
+    both = Recorded("one", log).then(lambda: Recorded("two", log), None)
+    both.wait()
+    both.wait()
+    assert log == ["one begun", "one done", "two begun", "two done"]
+    log.clear()
+    Recorded("one", log).then(lambda: Recorded("two", log), None).abandon()
+    assert log == ["one begun"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_both_are_queued_at_once_on_a_stream_that_waits() -> None:
+    log: list[str] = []
+    stream, x = torch.cuda.Stream(), torch.zeros(1 << 24, device="cuda")
+
+    def second() -> Handle:
+        assert torch.cuda.current_stream() == stream
+        x.mul_(2)
+        return Recorded("two", log)
+
+    x.add_(1)
+    both = Recorded("one", log).then(second, stream)
+    assert log == ["one begun", "one done", "two begun"]
+    torch.cuda.current_stream().wait_stream(stream)
+    both.wait()
+    assert log[-1] == "two done" and bool((x == 2).all())

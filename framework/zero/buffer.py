@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
 
+from framework.config.errors import UserError
 from framework.zero.comm import Comm, Handle
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
@@ -324,11 +325,11 @@ class FlatBuffer:
         self.present = False
 
     def _fetched(self) -> bool:
-        """Whether a read was under way, which now is done."""
-        fetching, self._fetching = self._fetching, None
-        if fetching is None:
+        """Whether a read was under way, which now is done. Until it is, nobody may free what it fills: Ctrl-C here leaves it noted."""
+        if self._fetching is None:
             return False
-        fetching.wait()
+        self._fetching.wait()
+        self._fetching = None
         return True
 
     def finish_update(self) -> None:
@@ -422,7 +423,9 @@ class FlatBuffer:
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
-        self._fetched()
+        with suppress(UserError):  # of a disk that failed; the next read says so again
+            self._fetched()
+        self._fetching = None
         comm = self.shard_comm if self.shard_comm.size > 1 else self.replicate_comm
         for handle in (self._gathering, self._reducing):
             if handle is not None:

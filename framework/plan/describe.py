@@ -143,8 +143,9 @@ def _checkpoints(plan: Plan) -> str:
     ]
     if not moments:
         return "none"
-    copied = "" if plan.checkpoint_copy_bytes == plan.checkpoint_bytes else f", {plan.checkpoint_copy_bytes / 2**20:,.1f} MiB of it"
-    way = f"first copied in host memory{copied}, then written while training goes on" if config.asynchronous else "training waits"
+    way = "first copied in host memory, then written while training goes on" if config.asynchronous else "training waits"
+    if config.asynchronous and (copied := plan.checkpoint_copy_bytes) < plan.checkpoint_bytes:
+        way = f"{copied / 2**20:,.1f} of them first copied in host memory, written while training goes on"
     return f"{', '.join(moments)}; {mebibytes}, {way}"
 
 

@@ -61,7 +61,7 @@ class ZeroStrategy(ParallelStrategy):
     Args:
         stage: 0 replicates everything, 1 shards optimizer state, 2 and gradients, 3 and parameters; default 3. Short for `zero`.
         zero: the same with its details.
-        offload: which model state lies in host memory.
+        offload: which model state lies in host memory or on a disk.
         precision: data type of parameters in forward and backward; masters and gradients are fp32. Takes the place of
             `Trainer(precision=)`.
         grad_clip: largest global gradient norm; `Trainer(gradient_clip_val=)` does the same.
@@ -99,6 +99,8 @@ class ZeroStrategy(ParallelStrategy):
         if self.offload.params != "none" and self.zero.stage != 3:
             got = f"params={self.offload.params!r} at stage {self.zero.stage}, where every rank has all parameters"
             raise UserError(Problem(path="ZeroStrategy(offload=)", got=got, expected="stage=3, or params='none'"))
+        if "nvme" in (self.offload.optimizer, self.offload.params) and not self.offload.nvme_path:
+            raise UserError(Problem(path="ZeroStrategy(offload=)", got="nvme without nvme_path", expected="a folder on a local disk"))
         self.precision = precision or PrecisionConfig()
         super().__init__(cluster_environment=RankEnvironment(), precision_plugin=EnginePrecision(self.precision))
         self.grad_clip, self.seed, self.read = grad_clip, seed, read

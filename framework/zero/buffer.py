@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
 
+from framework.config.errors import UserError
 from framework.config.schema import MasterWeights
 from framework.kernels.shard import copy_master_, join_master_
 from framework.zero.comm import Comm, Handle
@@ -357,11 +358,11 @@ class FlatBuffer:
             self._chunk = None
 
     def _fetched(self) -> bool:
-        """Whether a read was under way, which now is done."""
-        fetching, self._fetching = self._fetching, None
-        if fetching is None:
+        """Whether a read was under way, which now is done. Until it is, nobody may free what it fills: Ctrl-C here leaves it noted."""
+        if self._fetching is None:
             return False
-        fetching.wait()
+        self._fetching.wait()
+        self._fetching = None
         return True
 
     def finish_update(self) -> None:
@@ -490,7 +491,9 @@ class FlatBuffer:
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
-        self._fetched()
+        with suppress(UserError):  # of a disk that failed; the next read says so again
+            self._fetched()
+        self._fetching = None
         for handle, route in ((self._gathering, self._gather_route), (self._reducing, self._reduce_route)):
             if handle is not None:
                 route.inside.abandon(handle)

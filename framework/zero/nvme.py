@@ -60,10 +60,10 @@ class Pending:
         return Pending([*self._futures, *other._futures])
 
     def wait(self) -> None:
-        """Until all of it is done, also where some of it failed: nothing touches the tensors any more. Then raises what went wrong."""
-        futures, self._futures = self._futures, []
-        concurrent.futures.wait(futures)
-        for future in futures:
+        """Until all of it is done, also where some of it failed: nothing touches the tensors any more. Then raises what went wrong, each
+        time."""
+        concurrent.futures.wait(self._futures)
+        for future in self._futures:
             future.result()
 
 

@@ -1,4 +1,5 @@
-"""Two ranks that save in the background all the time, killed with SIGKILL at random moments: `python kill_while_saving.py FOLDER`.
+"""Two ranks that save in the background all the time, killed with SIGKILL at random moments: `python kill_while_saving.py FOLDER KILLS`.
+With a third word, a folder, their state lies on the disk there.
 
 Each time either both are killed or one of them, whereupon the other must end by itself. Then the newest checkpoint must be whole to the
 last byte, and the next two ranks go on from it. Prints how far they came.
@@ -20,10 +21,10 @@ from framework import torch_private
 from framework.checkpoint.folder import checkpoints, prune, resolve, step_folder
 from framework.checkpoint.load import Checkpoint, load_optimizer
 from framework.checkpoint.save import Save, Staging
-from framework.zero import ZeroConfig, ZeroEngine
+from framework.zero import OffloadConfig, ZeroConfig, ZeroEngine
 from tests.zero import zoo
 
-KILLS, RANKS, END_SECONDS = 24, 2, 60
+RANKS, END_SECONDS = 2, 60
 
 
 def rank_of(folder: Path, rank: int, attempt: int) -> None:
@@ -32,9 +33,11 @@ def rank_of(folder: Path, rank: int, attempt: int) -> None:
     newest, run = resolve("auto", folder, "run"), folder / "run" / "now"
     checkpoint = None if newest is None else Checkpoint(newest)
     torch.manual_seed(0)
-    module = zoo.Plain()
+    module = zoo.Plain().float()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    engine = ZeroEngine(module, ZeroConfig(stage=3), optimizer=optimizer, read=checkpoint.read if checkpoint else None)
+    nvme = {"optimizer": "nvme", "params": "nvme", "nvme_path": sys.argv[3]} if len(sys.argv) > 3 else {}
+    read = checkpoint.read if checkpoint else None
+    engine = ZeroEngine(module, ZeroConfig(stage=3), offload=OffloadConfig(**nvme), optimizer=optimizer, read=read)
     if checkpoint:
         load_optimizer(engine, checkpoint)
     (folder / f"ready_{attempt}_{rank}").touch()
@@ -64,7 +67,7 @@ def main() -> None:
     run = folder / "run" / "now"
     run.mkdir(parents=True)
     reached, seconds = 0, 0.1
-    for attempt in range(KILLS):
+    for attempt in range(int(sys.argv[2])):
         children = []
         for rank in range(RANKS):
             if (child := os.fork()) == 0:

@@ -147,9 +147,16 @@ def test_p21_p44_a_recipe_trains_as_plain_torch_for_every_stage(ranks, recipe, t
 
 
 @pytest.mark.parametrize(
-    ("stage", "offload"), [(1, OffloadConfig(optimizer="cpu")), (3, OffloadConfig(optimizer="cpu", params="cpu"))], ids=str
+    ("stage", "offload"),
+    [
+        (1, OffloadConfig(optimizer="cpu")),
+        (3, OffloadConfig(optimizer="cpu", params="cpu")),
+        (3, OffloadConfig(optimizer="nvme", params="nvme")),
+    ],
+    ids=str,
 )
 def test_p44_a_recipe_trains_as_plain_torch_with_offloaded_state(ranks, recipe, tmp_path, stage: int, offload: OffloadConfig) -> None:
+    offload = dataclasses.replace(offload, nvme_path=str(tmp_path))
     offloaded = dataclasses.replace(recipe, zero=ZeroConfig(stage=stage), offload=offload)
     write_run_dir(tmp_path / "run", offloaded, overrides=[], command=["test"])
     ranks(2, fit, offloaded, tmp_path / "run", timeout=120)
@@ -161,7 +168,8 @@ def test_p44_a_recipe_trains_as_plain_torch_with_offloaded_state(ranks, recipe, 
     planned = plan_of(offloaded, None, prepared, 2).state_bytes(stage)
     assert summary["peak_model_state_bytes"] == pytest.approx(planned.total, rel=0.02)
     assert summary["peak_offloaded_bytes"] == pytest.approx(planned.host, rel=0.02)
-    assert "on host" in (tmp_path / "run" / PLAN).read_text()
+    assert summary["peak_disk_bytes"] == planned.disk
+    assert ("on host" in (tmp_path / "run" / PLAN).read_text()) and (planned.disk > 0) == (offload.params == "nvme")
 
 
 @pytest.mark.parametrize("initial_scale", [64.0, 2.0**24])

@@ -90,6 +90,7 @@ def test_p16_offloaded_state_and_the_loss_scale_go_on(ranks, full, tmp_path):
     whole = run(ranks, 2, full, tmp_path / "whole", **settings)
     scales = [row.loss_scale for row in logged(whole) if row.loss_scale]
     assert len(set(scales)) > 1, "it is on its way"
+    settings["offload"] = OffloadConfig(optimizer="nvme", params="nvme", nvme_path=str(tmp_path))  # of one place, on another
     again = run(ranks, 2, full, tmp_path / "again", **settings, resume=str(step_folder(whole, 4)))
     assert repr(logged(again)) == repr(logged(whole)), "as text: what has overflowed is no number, and not equal to itself"
     assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())

@@ -11,8 +11,8 @@ from framework.config import hardware
 from framework.config.check import check_schedule, check_settings
 from framework.config.check_zero import zero_problems
 from framework.config.compose import compose
-from framework.config.hardware import check_hardware, world_size
-from framework.config.schema import RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig, ZeroModuleConfig
+from framework.config.hardware import check_disk, check_hardware, world_size
+from framework.config.schema import OffloadConfig, RecipeConfig, ScheduleConfig, TrainerConfig, ZeroConfig, ZeroModuleConfig
 
 SOUND = compose(["+recipe=quickstart", "trainer.devices=1", "trainer.accelerator=cpu"]).recipe
 RANDOM = compose(["+recipe=llama_pretrain", "data.train=x.txt", "trainer.devices=1"]).recipe
@@ -104,6 +104,10 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"data__validation_fraction": 0.1, "eval__patience": 0, "eval__every_n_steps": 2}, "eval.patience"),
         ({"offload__params": "cpu"}, "offload.params"),
         ({"offload__fraction": 1.5}, "offload.fraction"),
+        ({"offload__optimizer": "nvme"}, "offload.nvme_path"),
+        ({"offload__params": "nvme", "zero__stage": 3, "offload__nvme_path": " "}, "offload.nvme_path"),
+        ({"offload__optimizer": "nvme", "offload__nvme_path": "/x", "optimizer__name": "rmsprop"}, "offload.optimizer"),
+        ({"offload__optimizer": "nvme", "offload__nvme_path": "/x", "precision__compute_dtype": "float64"}, "offload.optimizer"),
         ({"precision__compute_dtype": "bfloat16", "precision__loss_scale": 8.0}, "precision.loss_scale"),
         ({"precision__compute_dtype": "float16", "precision__loss_scale": 0.0}, "precision.loss_scale"),
         ({"precision__compute_dtype": "float16", "precision__min_loss_scale": 128.0}, "precision.initial_loss_scale"),
@@ -245,3 +249,13 @@ def test_a_launchers_count_of_ranks_holds(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 6, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     assert world_size(TrainerConfig(devices=2)) == 6
+
+
+def test_a_folder_to_offload_to_is_there_and_can_be_written_to(tmp_path):
+    nvme = lambda path: OffloadConfig(optimizer="nvme", nvme_path=str(path))  # noqa: E731
+    assert check_disk(nvme(tmp_path)) == check_disk(OffloadConfig(nvme_path="/nowhere")) == []
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        (problem,) = check_disk(nvme(path))
+        assert problem.path == "offload.nvme_path" and "is no folder of this machine" in problem.got
+    assert not (tmp_path / "missing").exists(), "a mistyped mount point would be a folder on the system's disk"

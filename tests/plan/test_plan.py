@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from framework.config.schema import (
     CheckpointConfig,
     DataConfig,
     LlamaConfig,
+    OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
     RecipeConfig,
@@ -21,6 +24,7 @@ from framework.config.schema import (
 )
 from framework.models.architecture import parameter_count
 from framework.plan.describe import describe
+from framework.plan.disk import require_room
 from framework.plan.plan import DataFacts, Plan, make_plan
 
 ARCHITECTURE = LlamaConfig(
@@ -209,3 +213,24 @@ def test_groups_send_less_between_machines_and_hold_more() -> None:
     )
     assert flat[0] == secondary[0] < world[0] < hybrid[0]
     assert flat[1] == world[1] == secondary[1]
+def test_the_page_says_what_lies_on_the_disk_and_what_a_step_moves(tmp_path) -> None:
+    offload = OffloadConfig(optimizer="nvme", nvme_path=str(tmp_path))
+    made = plan(dataclasses.replace(RECIPE, offload=offload, zero=ZeroConfig(stage=2)))
+    mebibytes = 12 * parameter_count(ARCHITECTURE) / 2 / 2**20
+    assert made.state_bytes(2).disk / 2**20 == pytest.approx(mebibytes, rel=0.2)  # each block in whole pages
+    assert made.disk_traffic == (made.state_bytes(2).disk,) * 2
+    assert made.checkpoint_copy_bytes == 0 < made.checkpoint_bytes
+    page = describe(made)
+    shown = f"{made.state_bytes(2).disk / 2**20:,.1f}"
+    assert f"optimizer state in {tmp_path}, {shown} MiB per rank; a step reads {shown} and writes {shown} MiB per rank" in page
+    assert "0.3 MiB per rank, 0.0 of them first copied in host memory, written while training goes on" in page
+
+
+def test_a_disk_without_room_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
+    made = plan(dataclasses.replace(RECIPE, offload=OffloadConfig(optimizer="nvme", nvme_path=str(tmp_path))))
+    require_room(made)
+    needed = made.state_bytes(0).disk
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 1))
+    with pytest.raises(UserError, match="where 0.0 GiB are free") as caught:
+        require_room(made)
+    assert caught.value.problems[0].path == "offload.nvme_path"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ from framework.config.errors import UserError
 from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.lion import Lion
 from framework.zero.memory import disk_traffic, state_bytes
-from framework.zero.nvme import STAGING_BYTES
+from framework.zero.nvme import STAGING_BYTES, Pending
 from framework.zero.policy import policy_of
 from tests.zero import zoo
 from tests.zero.test_exactness import CLIP, MICROS
@@ -176,6 +179,31 @@ def test_an_error_of_the_disk_is_raised_where_its_result_is_needed(tmp_path, mon
     engine.step()
     with pytest.raises(UserError, match="Bad file descriptor in reading the root's master"):
         engine.module(ids)
+
+
+def test_ctrl_c_while_parameters_come_from_the_disk_frees_nothing_that_is_still_written(tmp_path, monkeypatch) -> None:
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), offload=nvme(tmp_path, "none", "nvme"))
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    expected, go_on, read, wait = float(engine.module(ids).detach()), threading.Event(), os.preadv, Pending.wait
+    engine.reset()
+
+    def slowly(*args) -> int:
+        assert go_on.wait(20)
+        return read(*args)
+
+    def interrupted(pending: Pending) -> None:
+        monkeypatch.setattr(Pending, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "preadv", slowly)
+    monkeypatch.setattr(Pending, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.module(ids)
+    threading.Timer(0.3, go_on.set).start()
+    engine.reset()
+    assert go_on.is_set(), "it waited for the read"
+    assert float(engine.module(ids).detach()) == expected
 
 
 def test_what_cannot_run_from_a_disk_is_refused(tmp_path) -> None:

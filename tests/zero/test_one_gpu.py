@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from framework.kernels import library
-from framework.zero import NonFiniteError, PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from tests.zero import zoo
 from tests.zero.test_exactness import CLIP, MICROS, STEPS, assert_equal
 
@@ -49,6 +49,16 @@ def test_in_fp32_the_compiled_kernels_make_the_steps(alone: torch.device, stage:
 
 
 @pytest.mark.parametrize("alone", PLACES, indirect=True)
+@pytest.mark.parametrize(("optimizer", "params"), [("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme"), ("cpu", "nvme")])
+def test_offloaded_state_follows_plain_torch_on_the_cpu(alone: torch.device, tmp_path, optimizer: str, params: str):
+    if reason := library.missing("cpu"):
+        pytest.skip(f"no compiled kernels: {reason}")
+    offload = OffloadConfig(optimizer=optimizer, params=params, nvme_path=str(tmp_path))
+    plain = zoo.train_plain("Plain", zoo.micro_batches(STEPS, MICROS), CLIP, torch.float32)
+    assert_equal([train("Plain", 3, alone, "float32", offload)], plain, 5e-5)
+
+
+@pytest.mark.parametrize("alone", PLACES, indirect=True)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("bad", ["inf", "nan"])
 def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count(alone: torch.device, clip: float | None, bad: str):
@@ -71,9 +81,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count(alone: tor
             assert torch.equal(value, after["optimizer"][name][key]), (name, key)
 
 
-def train(name: str, stage: int, device: torch.device, dtype: str = "float64") -> dict:
-    model = zoo.make(name, getattr(torch, dtype))
-    engine = ZeroEngine(model, ZeroConfig(stage=stage), PrecisionConfig(compute_dtype=dtype), optimizer=zoo.adamw(model), grad_clip=CLIP)
+def train(name: str, stage: int, device: torch.device, dtype: str = "float64", offload: OffloadConfig | None = None) -> dict:
+    model, precision = zoo.make(name, getattr(torch, dtype)), PrecisionConfig(compute_dtype=dtype)
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, offload, optimizer=zoo.adamw(model), grad_clip=CLIP)
     assert engine.device.type == device.type and engine.sharded_optimizer.writes_shards == (dtype == "float32")
     losses, norms = [], []
     for micros in zoo.micro_batches(STEPS, MICROS):

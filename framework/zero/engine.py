@@ -27,16 +27,17 @@ from torch import nn
 from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
+from framework.zero.autocast import Autocast
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
-from framework.zero.fp32_modules import find_fp32_modules, guard, parameters_of
-from framework.zero.layout import INTEGERS, Slot, UnitLayout, find_units, plan_units
+from framework.zero.fp32_modules import lay_out
+from framework.zero.layout import INTEGERS, Slot, UnitLayout
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, SHARDED, check_master_weights, offloaded, policy_of
+from framework.zero.policy import FULL, SHARDED, check_precision, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -85,6 +86,7 @@ class ZeroEngine:
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
         self._precision = precision = precision or PrecisionConfig()
+        check_precision(precision, offload or OffloadConfig())
         self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
@@ -92,7 +94,8 @@ class ZeroEngine:
         self.world = Comm(group)
         self.device = torch.device(device) if device is not None else _default_device(group)
         alone = Comm(None)
-        self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
+        self._autocast = Autocast(precision, self.device)
+        self.scaler = LossScaler(precision, self.device) if precision.scales_loss else None
         self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
 
         self.memory, self.host_memory = MemoryMeter(), MemoryMeter()
@@ -100,8 +103,6 @@ class ZeroEngine:
         self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory)
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
-        if precision.master_weights != "full":
-            check_master_weights(precision, self._host.config)
         self.pool = GradPool(self.memory)
         self.prefetch = Prefetch(self.zero.prefetch_bytes, self.memory)
         self.stop_requested = False
@@ -130,11 +131,7 @@ class ZeroEngine:
                 f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
                 "buffer"
             )
-        units, in_fp32 = find_units(module), find_fp32_modules(module, precision.fp32_modules)
-        if in_fp32 and self.compute_dtype.itemsize != 2:
-            raise ValueError(f"fp32_modules={precision.fp32_modules} are for bfloat16 and float16, got {precision.compute_dtype}")
-        self.layouts = plan_units(module, units, parameters_of(in_fp32.values()))
-        self.boundaries = guard(module, in_fp32, units, self.compute_dtype)
+        self.layouts, self.boundaries = lay_out(module, precision.fp32_modules, self.compute_dtype)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
         self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
@@ -178,7 +175,8 @@ class ZeroEngine:
         self._loss_sum += loss.detach().double()
         self._tokens += tokens
         try:
-            loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
+            with self._autocast.off():
+                loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
         except BaseException:
             self.reset()
             raise
@@ -400,6 +398,7 @@ class ZeroEngine:
             self.sharded_optimizer.take_back_count()
             self.steps_done -= fatal
             self.skipped_steps += not fatal
+        self._autocast.leave_all()
         self._task, self._depth, self._verdict, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()
@@ -415,8 +414,10 @@ class ZeroEngine:
                 self.prefetch.begin()
             self._depth += 1
         self.units[0].enter(args, kwargs)
+        self._autocast.enter()
 
     def _leave(self, out: Any) -> Any:
+        self._autocast.leave()
         if torch_private.backward_id() >= 0:
             return None
         self._depth = max(self._depth - 1, 0)  # it is 0 already where a backward inside failed and has called `reset`

@@ -8,6 +8,8 @@ Unusual: casts of weights are not cached, since a cache would keep a copy of eve
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from framework.config.schema import PrecisionConfig
@@ -36,6 +38,6 @@ class Autocast:
         while self._open:
             self.leave()
 
-    def off(self) -> torch.autocast:
+    def off(self) -> AbstractContextManager:
         """A context without it, for a backward in the middle of an entry."""
-        return torch.autocast(self._device_type, enabled=False)
+        return torch.autocast(self._device_type, enabled=False) if self._open else nullcontext()

@@ -45,7 +45,7 @@ def measure(recipe: RecipeConfig, folder: Path) -> None:
     if place.rank == 0:
         sources = [_facts(source, samples) for source, samples in zip(module.last_validation_by_source, batches.samples, strict=True)]
         everything = _facts(total(module.last_validation_by_source), sum(batches.samples))
-        result = {"model": recipe.model.path, "dtype": recipe.precision.compute_dtype, **everything, "sources": sources}
+        result = {"model": recipe.model.path, "dtype": recipe.precision.computes_in, **everything, "sources": sources}
         (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n")
     strategy.close()
 

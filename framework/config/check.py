@@ -240,9 +240,13 @@ def _offload(recipe: RecipeConfig) -> Iterator[Problem]:
 
 def _precision(precision: PrecisionConfig) -> Iterator[Problem]:
     scale = precision.loss_scale
-    if precision.compute_dtype != "float16":
+    if precision.autocast != "none" and precision.compute_dtype != "float32":
+        got = f"{precision.autocast} with precision.compute_dtype={precision.compute_dtype}"
+        yield Problem(path="precision.autocast", got=got, expected="none, or parameters in float32", fix="precision.autocast=none")
+        return
+    if not precision.scales_loss:
         if scale != "dynamic":
-            got = f"{scale:g} with {precision.compute_dtype}, whose gradients need no scale"
+            got = f"{scale:g} with {precision.computes_in}, whose gradients need no scale"
             yield Problem(path="precision.loss_scale", got=got, expected="dynamic, or precision=fp16", fix="precision.loss_scale=dynamic")
         return
     for name in ("min_loss_scale", "initial_loss_scale", *(("loss_scale",) if scale != "dynamic" else ())):

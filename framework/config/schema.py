@@ -291,6 +291,10 @@ class PrecisionConfig:
     """bfloat16, float16: modules that compute in fp32 nevertheless, with parameters in fp32: last words of their names (`norm`, `lm_head`)
     or regular expressions for whole names. What goes in is cast to fp32, what comes out to the data type that went in; the head's logits
     stay fp32. A tied head is the embedding under a second name, and both are fp32 then."""
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    """float32: run forward under `torch.autocast`, for models that were written for it: parameters stay fp32, and torch computes matrix
+    products in this data type and sums, norms and losses in fp32. float16 scales the loss. (bfloat16 as `compute_dtype` takes half the
+    memory for parameters, and sends half the bytes.)"""
     loss_scale: float | Literal["dynamic"] = "dynamic"
     """float16: factor on the loss, which is the sum over a micro-batch's trained tokens. dynamic: a step whose gradients overflow is
     skipped on all ranks and halves it; `loss_scale_window` good steps in a row double it. A number: fixed; an overflow ends the run."""
@@ -302,6 +306,16 @@ class PrecisionConfig:
     """dynamic: overflows before it halves; they are forgotten when it changes."""
     min_loss_scale: float = 2**-14
     """dynamic: an overflow at this scale ends the run."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are computed in float16."""
+        return "float16" in (self.compute_dtype, self.autocast)
+
+    @property
+    def computes_in(self) -> str:
+        """In words."""
+        return self.compute_dtype if self.autocast == "none" else f"{self.compute_dtype} under autocast to {self.autocast}"
 
 
 @dataclass(frozen=True, kw_only=True)

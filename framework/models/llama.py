@@ -212,6 +212,7 @@ class Attention(nn.Module):
         q = rope(self.q_norm(self.q_proj(x).view(heads)), cos, sin)  # [B, T, H, D]
         k = rope(self.k_norm(self.k_proj(x).view(heads)), cos, sin)  # [B, T, K, D]
         v = self.v_proj(x).view(heads)  # [B, T, K, D]
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, norms have given fp32
         if isinstance(mask, Documents):
             return self.o_proj(document_attention(q, k, v, mask))
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [B, H or K, T, D]
@@ -255,6 +256,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of `x`; with `residual` that of the sum, and the sum."""
+        x = x.to(self.weight.dtype)  # under autocast, `x` comes from a matrix product in 16 bits
         return rms_norm(x, self.weight, self.eps) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
 
 

@@ -55,11 +55,10 @@ def _counted(data: DataFacts) -> str:
 
 
 def _precision(precision: PrecisionConfig) -> str:
-    dtype = precision.compute_dtype
-    if dtype == "float64":
-        return dtype
+    if precision.compute_dtype == "float64":
+        return precision.compute_dtype
     scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
-    return f"{dtype}, {MASTERS[precision.master_weights]}" + (f"; loss scale {scale}" if dtype == "float16" else "")
+    return f"{precision.computes_in}, {MASTERS[precision.master_weights]}" + (f"; loss scale {scale}" if precision.scales_loss else "")
 
 
 def _in_fp32(plan: Plan) -> str:

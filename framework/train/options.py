@@ -55,13 +55,14 @@ def trainer_problems(trainer: Trainer, module: LightningModule, grad_clip: float
     problems = []
     asked = str(trainer._accelerator_connector._precision_flag)  # the only place where Lightning keeps it
     if asked != "32-true":
-        dtype = LIGHTNING_PRECISION.get(asked.split("-")[0])
+        dtype = LIGHTNING_PRECISION.get(asked.split("-")[0], "bfloat16")
+        setting = "autocast" if asked.endswith("-mixed") else "compute_dtype"
         problems.append(
             Problem(
                 path="Trainer(precision=)",
                 got=repr(asked),
                 expected="no precision here: parameters and their data types are the engine's",
-                fix=f'ZeroStrategy(precision=PrecisionConfig(compute_dtype="{dtype or "bfloat16"}"))',
+                fix=f'ZeroStrategy(precision=PrecisionConfig({setting}="{dtype}"))',
             )
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":

@@ -18,6 +18,7 @@ from framework.config.errors import UserError
 from framework.config.schema import PrecisionConfig
 from framework.train.options import clip_by_value
 
+MIXED_NAMES = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
 LIGHTNING_NAMES = {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-true", "float64": "64-true"}
 
 
@@ -26,7 +27,7 @@ class EnginePrecision(Precision):
 
     def __init__(self, precision: PrecisionConfig) -> None:
         super().__init__()
-        self.precision = LIGHTNING_NAMES[precision.compute_dtype]
+        self.precision = MIXED_NAMES.get(precision.autocast, LIGHTNING_NAMES[precision.compute_dtype])
         self.dtype: torch.dtype = getattr(torch, precision.compute_dtype)
         self.clip_norm: float | None = None
         """What `clip_gradients` asked for before the coming step."""

@@ -27,18 +27,19 @@ from torch import nn
 from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.zero import load, norm, state
+from framework.zero.autocast import Autocast
 from framework.zero.buffer import FlatBuffer
-from framework.zero.fp32_modules import find_fp32_modules, guard, parameters_of
+from framework.zero.fp32_modules import lay_out
 from framework.zero.grad_pool import GradPool
 from framework.zero.grid import grid_of, keep_gathered
 from framework.zero.groups import Groups
-from framework.zero.layout import INTEGERS, Slot, UnitLayout, find_units, plan_units
+from framework.zero.layout import INTEGERS, Slot, UnitLayout
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, check_master_weights, group_size, offloaded, policy_of
+from framework.zero.policy import FULL, check_precision, group_size, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -88,6 +89,7 @@ class ZeroEngine:
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
         self._precision = precision = precision or PrecisionConfig()
+        check_precision(precision, offload or OffloadConfig())
         self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():
@@ -96,15 +98,14 @@ class ZeroEngine:
         self._groups = Groups(group, self.device)
         self.world = self._groups.world
         self._group_size = group_size(self.zero, self.world.size)
-        self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
+        self._autocast = Autocast(precision, self.device)
+        self.scaler = LossScaler(precision, self.device) if precision.scales_loss else None
 
         self.memory, self.host_memory, self.disk = MemoryMeter(), MemoryMeter(), MemoryMeter()
         """Bytes of model state on the device, and what is offloaded."""
         self._host = HostMemory(offload or OffloadConfig(), self.device, self.host_memory, self.disk)
         if self._host.config.params != "none" and self.policy.params_at_rest is FULL:
             raise ValueError(f"offloaded parameters need ZeRO stage 3, where ranks hold shards of them; got stage {self.zero.stage}")
-        if precision.master_weights != "full":
-            check_master_weights(precision, self._host.config)
         self.pool = GradPool(self.memory)
         self.prefetch = Prefetch(self.zero.prefetch_bytes)
         self.stop_requested = False
@@ -133,12 +134,8 @@ class ZeroEngine:
                 f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
                 "buffer"
             )
-        units, in_fp32 = find_units(module), find_fp32_modules(module, precision.fp32_modules)
-        if in_fp32 and self.compute_dtype.itemsize != 2:
-            raise ValueError(f"fp32_modules={precision.fp32_modules} are for bfloat16 and float16, got {precision.compute_dtype}")
-        planned = plan_units(module, units, zero=self.zero, fp32_parameters=parameters_of(in_fp32.values()))
+        planned, self.boundaries = lay_out(module, precision.fp32_modules, self.compute_dtype, self.zero)
         self.layouts = keep_gathered(planned, self.zero, self.world.size, self.compute_dtype.itemsize)
-        self.boundaries = guard(module, in_fp32, units, self.compute_dtype)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
         on_host = offloaded(self._host.config, [layout.numel for layout in trained])
         self._on_host = {layout for layout, lies in zip(trained, on_host, strict=True) if lies}
@@ -187,7 +184,8 @@ class ZeroEngine:
         self._loss_sum += loss.detach().double()
         self._tokens += tokens
         try:
-            loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
+            with self._autocast.off():
+                loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
         except BaseException:
             self.reset()
             raise
@@ -406,6 +404,7 @@ class ZeroEngine:
             self.sharded_optimizer.take_back_count()
             self.steps_done -= fatal
             self.skipped_steps += not fatal
+        self._autocast.leave_all()
         self._task, self._depth, self._verdict, self._release_on_leaving = None, 0, None, False
         for buffer in self.buffers:
             buffer.reset()
@@ -421,8 +420,10 @@ class ZeroEngine:
                 self.prefetch.begin()
             self._depth += 1
         self.units[0].enter(args, kwargs)
+        self._autocast.enter()
 
     def _leave(self, out: Any) -> Any:
+        self._autocast.leave()
         if torch_private.backward_id() >= 0:
             return None
         self._depth = max(self._depth - 1, 0)  # it is 0 already where a backward inside failed and has called `reset`

@@ -17,7 +17,9 @@ from torch import nn
 
 from framework import torch_private
 from framework.config.names import name_is_meant
+from framework.config.schema import ZeroConfig
 from framework.config.suggest import closest
+from framework.zero.layout import UnitLayout, find_units, plan_units
 
 Modules = dict[str, nn.Module]
 """By name."""
@@ -57,6 +59,13 @@ def guard(module: nn.Module, in_fp32: Modules, units: Collection[str], dtype: to
         inside = any(name.startswith(f"{outer}.") for outer in in_fp32)
         boundaries.append(Boundary(in_fp32[name], torch.float32 if inside else dtype, is_head=is_head))
     return boundaries
+
+
+def lay_out(module: nn.Module, patterns: Sequence[str], dtype: torch.dtype, zero: ZeroConfig) -> tuple[list[UnitLayout], list[Boundary]]:
+    """The layouts of `module`, those of `patterns` in fp32, with boundaries around these; the rest computes in `dtype`."""
+    units, in_fp32 = find_units(module), find_fp32_modules(module, patterns)
+    layouts = plan_units(module, units, zero=zero, fp32_parameters=parameters_of(in_fp32.values()))
+    return layouts, guard(module, in_fp32, units, dtype)
 
 
 class Boundary:

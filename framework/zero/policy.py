@@ -111,9 +111,14 @@ def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool
     return chosen[::-1]
 
 
-def check_master_weights(precision: PrecisionConfig, offload: OffloadConfig) -> None:
-    """Raises ValueError where masters cannot be a part of the parameters: for another data type than bf16, or where one lies in host memory
-    and the other on the device that updates it."""
+def check_precision(precision: PrecisionConfig, offload: OffloadConfig) -> None:
+    """Raises ValueError for settings that mean nothing together."""
+    if precision.autocast != "none" and precision.compute_dtype != "float32":
+        raise ValueError(f"autocast={precision.autocast!r} is for parameters in float32, got compute_dtype={precision.compute_dtype!r}")
+    if precision.fp32_modules and precision.compute_dtype not in ("bfloat16", "float16"):
+        raise ValueError(f"fp32_modules={precision.fp32_modules} are for bfloat16 and float16, got {precision.compute_dtype}")
+    if precision.master_weights == "full":
+        return
     if precision.compute_dtype != "bfloat16":
         raise ValueError(f"master_weights={precision.master_weights!r} is for bfloat16, got compute_dtype={precision.compute_dtype!r}")
     if "nvme" in (offload.optimizer, offload.params):

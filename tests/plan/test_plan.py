@@ -213,6 +213,8 @@ def test_groups_send_less_between_machines_and_hold_more() -> None:
     )
     assert flat[0] == secondary[0] < world[0] < hybrid[0]
     assert flat[1] == world[1] == secondary[1]
+
+
 def test_the_page_says_what_lies_on_the_disk_and_what_a_step_moves(tmp_path) -> None:
     offload = OffloadConfig(optimizer="nvme", nvme_path=str(tmp_path))
     made = plan(dataclasses.replace(RECIPE, offload=offload, zero=ZeroConfig(stage=2)))

@@ -28,7 +28,8 @@ def refusal(module, strategy=None, **options) -> str:
 )
 def test_precision_of_the_trainer_is_refused_with_what_to_write(precision, dtype):
     message = refusal(Regressor(), precision=precision)
-    assert f'ZeroStrategy(precision=PrecisionConfig(compute_dtype="{dtype}"))' in message
+    setting = "autocast" if precision.endswith("mixed") else "compute_dtype"
+    assert f'ZeroStrategy(precision=PrecisionConfig({setting}="{dtype}"))' in message
 
 
 def test_a_precision_plugin_is_refused():

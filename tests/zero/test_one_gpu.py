@@ -59,6 +59,15 @@ def test_offloaded_state_follows_plain_torch_on_the_cpu(alone: torch.device, tmp
 
 
 @pytest.mark.parametrize("alone", PLACES, indirect=True)
+def test_a_master_kept_as_remainder_trains_the_same_bits(alone: torch.device):
+    if reason := library.missing(alone.type):
+        pytest.skip(f"no compiled kernels: {reason}")
+    full, remainder = (train("Plain", 3, alone, "bfloat16", master_weights=kept) for kept in ("full", "remainder"))
+    assert full["loss"] == remainder["loss"]
+    assert all(torch.equal(tensor, remainder["model"][name]) for name, tensor in full["model"].items())
+
+
+@pytest.mark.parametrize("alone", PLACES, indirect=True)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("bad", ["inf", "nan"])
 def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count(alone: torch.device, clip: float | None, bad: str):
@@ -81,10 +90,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_does_not_count(alone: tor
             assert torch.equal(value, after["optimizer"][name][key]), (name, key)
 
 
-def train(name: str, stage: int, device: torch.device, dtype: str = "float64", offload: OffloadConfig | None = None) -> dict:
-    model, precision = zoo.make(name, getattr(torch, dtype)), PrecisionConfig(compute_dtype=dtype)
+def train(
+    name: str, stage: int, device: torch.device, dtype: str = "float64", offload: OffloadConfig | None = None, **options: str
+) -> dict:
+    model = zoo.make(name, torch.float64 if dtype == "float64" else torch.float32)
+    precision = PrecisionConfig(compute_dtype=dtype, **options)
     engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, offload, optimizer=zoo.adamw(model), grad_clip=CLIP)
-    assert engine.device.type == device.type and engine.sharded_optimizer.writes_shards == (dtype == "float32")
+    assert engine.device.type == device.type and engine.sharded_optimizer.writes_shards == (dtype != "float64")
     losses, norms = [], []
     for micros in zoo.micro_batches(STEPS, MICROS):
         for index, ids in enumerate(micros):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,11 +16,12 @@ from framework.config.schema import LlamaConfig, RecipeConfig
 from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
-from framework.models.selection import choose_trained
-from framework.zero.layout import UnitLayout, plan_units
+from framework.models.selection import choose_trained, settings_of, trained_shapes
+from framework.zero import muon_step
+from framework.zero.layout import Layout, Piece, Slot, UnitLayout, plan_units, with_gap
 from framework.zero.memory import StateBytes, state_bytes
-from framework.zero.optimizer_by_name import state_values
-from framework.zero.policy import policy_of
+from framework.zero.optimizer_bytes import state_bytes_of
+from framework.zero.policy import SHARDED, policy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +93,56 @@ class Plan:
 
     def state_bytes(self, stage: int, rank: int = 0) -> StateBytes:
         """Model-state bytes of a rank at `stage`, by the formula."""
-        compute = self.compute_dtype.itemsize
-        master = max(compute, 4)
         zero = self.recipe.zero
+        policy = policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward))
         return state_bytes(
             self.units,
-            policy_of(type(zero)(stage=stage, reshard_after_forward=zero.reshard_after_forward)),
+            policy,
             self.batch.world_size,
             rank=rank,
-            compute_itemsize=compute,
-            master_itemsize=master,
-            optimizer_itemsize=state_values(self.recipe.optimizer) * master,
+            compute_itemsize=self.compute_dtype.itemsize,
+            master_itemsize=self.master_itemsize,
+            optimizer_of=self.optimizer_bytes_of,
+            step_bytes=self.step_bytes(self.batch.world_size if policy.optimizer is SHARDED else 1, rank)[0],
             prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",
             offload=self.recipe.offload,
         )
 
-    @property
+    @cached_property
     def checkpoint_bytes(self) -> int:
-        """What rank 0 writes of masters and optimizer state, which no rank writes more of; as much host memory takes the copy before."""
-        trained = [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
-        elements = sum(min(layout.shard_numel(self.batch.world_size), layout.total) for layout in trained)
-        return elements * (1 + state_values(self.recipe.optimizer)) * max(self.compute_dtype.itemsize, 4)
+        """Most that a rank writes of masters and optimizer state; as much host memory takes the copy before."""
+        ranks, of_piece = self.batch.world_size, self.optimizer_bytes_of
+        masters = self.master_itemsize * sum(min(layout.shard_numel(ranks), layout.total) for layout in self._trained)
+        state = (sum(of_piece(with_gap(p)) for layout in self._trained for p in layout.shard_pieces(rank, ranks)) for rank in range(ranks))
+        return masters + max(state)
+
+    @property
+    def master_itemsize(self) -> int:
+        return max(self.compute_dtype.itemsize, 4)
+
+    @cached_property
+    def optimizer_bytes_of(self) -> Callable[[Piece], int]:
+        """Bytes of optimizer state, by piece of a parameter."""
+        orthogonal = {slot.name for _, slot in self.orthogonal}
+        return state_bytes_of(self.recipe.optimizer, self.master_itemsize, orthogonal.__contains__)
+
+    @cached_property
+    def orthogonal(self) -> list[tuple[Layout, Slot]]:
+        """Matrices whose steps Muon makes orthogonal."""
+        recipe = self.recipe
+        if recipe.optimizer.name != "muon":
+            return []
+        settings = settings_of(trained_shapes(self.architecture, recipe.model, recipe.peft), self.architecture, recipe.optimizer)
+        return [(layout, slot) for layout in self._trained for slot in layout.slots if settings[slot.name].orthogonal]
+
+    def step_bytes(self, shards: int, rank: int = 0) -> tuple[int, int]:
+        """(memory, sent) of an optimizer's step that is made together by `shards` ranks."""
+        return muon_step.step_bytes(self.orthogonal, shards, rank)
+
+    @property
+    def _trained(self) -> list[Layout]:
+        return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
 
     @property
     def fingerprint(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from framework.config.schema import OffloadConfig
-from framework.zero.layout import UnitLayout
+from framework.zero.layout import Piece, UnitLayout
 from framework.zero.policy import FULL, SHARDED, WORKERS, Policy, offloaded
 
 
@@ -62,14 +62,17 @@ def state_bytes(
     compute_itemsize: int,
     master_itemsize: int = 4,
     optimizer_itemsize: int = 8,
+    optimizer_of: Callable[[Piece], int] | None = None,
+    step_bytes: int = 0,
     prefetch_bytes: int = 0,
     messages: bool = False,
     offload: OffloadConfig | None = None,
 ) -> StateBytes:
     """Peak model-state bytes of one rank, from the layouts alone.
 
-    `optimizer_itemsize`: bytes of optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are
-    made of point-to-point messages (gloo), which need room for what they receive.
+    `optimizer_itemsize`: bytes of optimizer state per trained element (AdamW with two fp32 moments: 8), `optimizer_of` those of a piece
+    where they are not the same for all. `step_bytes`: what the optimizer's step needs for itself. `messages`: whether sums are made of
+    point-to-point messages (gloo), which need room for what they receive.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
     gathered and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached
@@ -89,7 +92,8 @@ def state_bytes(
         grads += master_itemsize * (full if policy.grads is FULL else shard)
         has_master = compute_itemsize != master_itemsize or offloads[layout] is not params_on_host
         masters = master_itemsize * shard if has_master else 0
-        moments = optimizer_itemsize * sum(piece.numel for piece in layout.shard_pieces(rank if shards > 1 else 0, shards))
+        pieces = layout.shard_pieces(rank if shards > 1 else 0, shards)
+        moments = sum(optimizer_itemsize * piece.numel if optimizer_of is None else optimizer_of(piece) for piece in pieces)
         if offloads[layout]:
             host += masters + moments
         else:
@@ -116,7 +120,7 @@ def state_bytes(
 
     ring = min(2, len(blocks))
     always = reducing(root) + ring * largest(reducing) if policy.grads is SHARDED else 0
-    ahead = 0
+    ahead, in_step = 0, always + step_bytes  # when nothing is gathered any more
     if policy.params_at_rest is SHARDED:
         always += gathered(root)
         if blocks and prefetch_bytes:
@@ -126,5 +130,5 @@ def state_bytes(
         held = min(1 + ahead, len(blocks) - under_way + 1) * largest(gathered) if policy.params_at_rest is SHARDED else 0
         in_backward = max(in_backward, always + held + under_way * largest(received))
     at_end = always + received(root) + min(1, len(blocks)) * largest(received)
-    temporary = max(in_backward, at_end)
+    temporary = max(in_backward, at_end, in_step)
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)

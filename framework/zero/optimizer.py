@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from framework import torch_private
+from framework.zero.adafactor_step import AdafactorStep
 from framework.zero.buffer import FlatBuffer
+from framework.zero.eight_bit import AdamW8bit, EightBitStep, Lion8bit
 from framework.zero.flat_optimizer import FlatOptimizer
 from framework.zero.layout import Piece
 from framework.zero.muon import Muon
@@ -24,8 +26,9 @@ from framework.zero.piece_step import Member, PieceStep
 
 NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 """Optimizers whose update of an element depends on others of the same tensor: wrong on pieces."""
-STEPS: dict[type[torch.optim.Optimizer], type[PieceStep]] = {Muon: MuonStep}
-"""By class: what makes its step on pieces."""
+STEPS: dict[type[torch.optim.Optimizer], type[PieceStep]] = {Muon: MuonStep, torch.optim.Adafactor: AdafactorStep}
+"""By class: what makes its step on pieces, together with the other ranks."""
+EIGHT_BIT = (AdamW8bit, Lion8bit)
 
 
 class ShardedOptimizer:
@@ -40,8 +43,8 @@ class ShardedOptimizer:
         """`originals`: the module's parameter now, by the `id` of the one that the optimizer was made with."""
         if type(optimizer).__name__ in NOT_ELEMENT_WISE and type(optimizer) not in STEPS:
             raise ValueError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use "
-                "AdamW, SGD or another optimizer whose update of an element depends on that element alone, or one of "
+                f"{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use AdamW, SGD or another "
+                "optimizer whose update of an element depends on that element alone, or one of "
                 f"{', '.join(f'{kind.__module__}.{kind.__name__}' for kind in STEPS)}"
             )
         if optimizer.state:
@@ -77,7 +80,10 @@ class ShardedOptimizer:
         self.pieces = [entry for entry in self.pieces if id(entry[0].parameters[entry[1]]) in group_of]
         on_host = [buffer for buffer in buffers if buffer.master_on_host]
         self._updates = self._flat = None
-        if (make_step := STEPS.get(type(optimizer))) is not None:
+        if type(optimizer) in EIGHT_BIT:
+            self._updates = HostUpdates(host, on_host, buffers[0].full.device) if on_host else None
+            self._flat = EightBitStep(optimizer, self._members(buffers, group_of), self._updates)
+        elif (make_step := STEPS.get(type(optimizer))) is not None:
             if on_host:
                 raise ValueError(f"{type(optimizer).__name__} needs its state on the device: use OffloadConfig(optimizer='none')")
             self._flat = make_step(optimizer, self._members(buffers, group_of))
@@ -156,6 +162,11 @@ class ShardedOptimizer:
     def writes_shards(self) -> bool:
         """Whether a step leaves the updated parameters in `FlatBuffer.shard`, too, and not in the masters alone."""
         return self._flat is not None and self._flat.writes_shards
+
+    @property
+    def keeps_8_bits(self) -> bool:
+        """Whether moments of large matrices are codes and scales (`eight_bit.py`)."""
+        return isinstance(self._flat, EightBitStep)
 
     def state_pieces(self) -> Iterator[tuple[FlatBuffer, Piece, dict]]:
         """Each piece with its optimizer state."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.zero import OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
-from framework.zero.layout import Slot
-from framework.zero.matrix_exchange import Matrix, Round, rounds
+from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.muon import Muon
 from tests.zero import zoo
 
@@ -20,9 +16,7 @@ OPTIONS = {"lr": 1e-2, "momentum": 0.9}
 
 
 def hidden(model: nn.Module, *, matrices: bool) -> list[nn.Parameter]:
-    return [
-        p for name, p in model.named_parameters() if p.requires_grad and (name.startswith("blocks.") and p.dim() == 2) is matrices
-    ]
+    return [p for name, p in model.named_parameters() if p.requires_grad and (name.startswith("blocks.") and p.dim() == 2) is matrices]
 
 
 def groups(model: nn.Module) -> list[dict]:

@@ -27,6 +27,7 @@ def of_blocks(model: torch.nn.Module) -> list[dict]:
 
 OPTIMIZERS = {
     "muon": lambda model: Muon(of_blocks(model), lr=0.01),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
     "8bit": lambda model: AdamW8bit(model.parameters(), lr=0.01),
     "fp32": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=0.0),
 }
@@ -104,6 +105,7 @@ def test_what_only_some_parameters_have_is_not_written_for_the_others(ranks, tmp
     elements = sum(parameter.numel() for parameter in model.parameters())
     others = 8 * (elements - sum(matrices))
     for name, expected in (
+        ("adafactor", 4 * sum(sum(parameter.shape) for parameter in model.parameters())),
         ("muon", 4 * sum(matrices[1:]) + 8 * matrices[0] + others),
         ("8bit", 2 * sum(map(bytes_per_moment, matrices)) + others),
     ):

@@ -141,3 +141,15 @@ def test_it_learns_as_with_moments_in_fp32() -> None:
     in_8, in_32 = losses(AdamW8bit), losses(torch.optim.AdamW)
     assert in_32[0] == in_8[0] > 3.9 and in_32[-1] < 0.1
     assert sum(in_8) == pytest.approx(sum(in_32), rel=0.05) and in_8[-1] < 0.1
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, Lion8bit])
+def test_a_step_that_is_not_finite_changes_nothing(kind) -> None:
+    engine = train(built(kind, 3, OffloadConfig()), last=2)
+    before = engine.state_dict()
+    engine.sharded_optimizer.step(torch.tensor(1.0), torch.tensor(False), [True] * 100, engine._offsets)
+    engine.sharded_optimizer.take_back_count()
+    after = engine.state_dict()
+    for name, tensor in before["model"].items():
+        assert torch.equal(after["model"][name], tensor)
+        assert all(torch.equal(value, after["optimizer"][name][key]) for key, value in before["optimizer"][name].items())

@@ -22,10 +22,13 @@ from framework.zero import ZeroEngine
 from framework.zero.buffer import FlatBuffer
 from framework.zero.layout import Piece
 from framework.zero.nvme import Extent
+from framework.zero.state_keys import elements_per_value, kind_of
 
 MASTER = "master"
-States = list[list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]]
-"""Of each buffer: (piece, its optimizer state with one value per element, the rest of it)."""
+OfPiece = tuple[Piece, dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
+"""A piece, its optimizer state with one value for each element or block, that which is about the whole parameter, and numbers."""
+States = list[list[OfPiece]]
+"""Of each buffer."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,11 @@ class OnDisk:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTensor:
-    """Elements [start, stop) of a buffer's flat space: the masters, or one kind of optimizer state."""
+    """Elements [start, stop) of a buffer's flat space: the masters, or one kind of optimizer state (blocks, where it has one value for
+    each). Or, from 0 on, all of a state that is about a whole parameter."""
 
     name: str
-    """BUFFER/KEY."""
+    """BUFFER/KEY, or BUFFER/KEY:PARAMETER."""
     start: int
     stop: int
     dtype: torch.dtype
@@ -99,7 +103,7 @@ class Contents:
 
     tensors: list[FlatTensor]
     optimizer: dict[str, dict[str, Any]]
-    """By parameter: the names of its flat state, and its other state as numbers (a step count)."""
+    """By parameter: the names of its flat state, shapes of what is about all of it, and its other state as numbers (a step count)."""
     random: dict[str, str]
     """torch's generators, base64."""
 
@@ -115,7 +119,7 @@ def contents_of(engine: ZeroEngine, buffers: Sequence[FlatBuffer], with_optimize
     )
 
 
-def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[str, Tensor], dict[str, Any]]]) -> Iterator[FlatTensor]:
+def _tensors_of(number: int, buffer: FlatBuffer, states: list[OfPiece]) -> Iterator[FlatTensor]:
     start, stop = _extent(buffer)
     if start == stop:
         return
@@ -130,17 +134,27 @@ def _tensors_of(number: int, buffer: FlatBuffer, states: list[tuple[Piece, dict[
         yield FlatTensor(name=f"{number}/{MASTER}", sources=[], write_into=partial(buffer.write_masters, here.start), **own)
     else:
         yield FlatTensor(name=f"{number}/{MASTER}", sources=[(start, buffer.master[here])], **own)
-    for key in sorted({key for _, flat, _ in states for key in flat}):
+    for key in sorted({key for _, flat, _, _ in states for key in flat}):
         if key in buffer.stored:
             yield FlatTensor(name=f"{number}/{key}", sources=on_disk(key), **own)
             continue
-        sources = []
-        for piece, flat, _ in states:
-            begin = buffer.start + piece.shard_start
-            low, high = max(start, begin), min(stop, begin + piece.numel)
-            if key in flat and low < high:
+        per, sources = elements_per_value(key), []
+        first, last = start // per, stop // per
+        for piece, flat, _, _ in states:
+            begin = (buffer.start + piece.shard_start) // per
+            low, high = max(first, begin), min(last, begin + flat[key].numel()) if key in flat else 0
+            if low < high:
                 sources.append((low, flat[key][low - begin : high - begin]))
-        yield FlatTensor(name=f"{number}/{key}", sources=sources, **own)
+        if not sources:
+            continue
+        if not all(key in flat for _, flat, _, _ in states):  # only some parameters have it: nothing is written around them
+            first, last = sources[0][0], sources[-1][0] + sources[-1][1].numel()
+        yield FlatTensor(name=f"{number}/{key}", sources=sources, start=first, stop=last, dtype=sources[0][1].dtype)
+    for piece, _, whole, _ in states:
+        if piece.start == 0 and start <= buffer.start + piece.shard_start < stop:
+            for key, value in whole.items():
+                name = f"{number}/{key}:{piece.slot.name}"
+                yield FlatTensor(name=name, sources=[(0, value.reshape(-1))], start=0, stop=value.numel(), dtype=value.dtype)
 
 
 def _extent(buffer: FlatBuffer) -> tuple[int, int]:
@@ -153,19 +167,19 @@ def _states_by_buffer(engine: ZeroEngine, buffers: Sequence[FlatBuffer], with_op
     found: dict[int, list] = {id(buffer): [] for buffer in buffers}
     sharded = engine.sharded_optimizer if with_optimizer else None
     for buffer, piece, state in sharded.state_pieces() if sharded is not None else ():
-        flat = {
-            key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.numel
-        }
-        found[id(buffer)].append((piece, flat, {key: value for key, value in state.items() if key not in flat}))
+        kinds = {key: kind_of(key, value, piece.numel) for key, value in state.items()}
+        parts = ({key: state[key] for key, kind in kinds.items() if kind in of} for of in (("element", "block"), ("whole",), ("number",)))
+        found[id(buffer)].append((piece, *parts))
     return [found[id(buffer)] for buffer in buffers]
 
 
 def _optimizer_of_parameters(states: States) -> dict[str, dict[str, Any]]:
     found = {}
     for of_buffer in states:
-        for piece, flat, rest in of_buffer:
-            if flat or rest:
+        for piece, flat, whole, rest in of_buffer:
+            if flat or whole or rest:
                 found[piece.slot.name] = {"flat": sorted(flat), "scalars": {key: _scalar(key, value) for key, value in rest.items()}}
+                found[piece.slot.name] |= {"whole": {key: list(value.shape) for key, value in whole.items()}} if whole else {}
     return found
 
 

@@ -28,6 +28,7 @@ from framework.config.errors import Problem, UserError
 from framework.models.safetensors_io import ALL_DTYPES, Entry, RangeReader, read_header
 from framework.zero import ZeroEngine, state
 from framework.zero.layout import Piece
+from framework.zero.state_keys import elements_per_value
 
 Read = Callable[[str, int, int], Tensor]
 
@@ -124,20 +125,30 @@ class Checkpoint:
 
     # ---- what it holds
     def read(self, name: str, start: int, stop: int, key: str = MASTER) -> Tensor:
-        """Elements [start, stop) of the flattened parameter `name`: its master, or optimizer state such as `exp_avg`. 1-D, on the CPU."""
-        place = self.places[name]
-        begin, end = place.offset + start, place.offset + stop
-        parts = self._parts[f"{place.buffer}/{key}"]
-        found = torch.empty(stop - start, dtype=parts[0].entry.dtype)
+        """Elements [start, stop) of the flattened parameter `name`: its master, or optimizer state such as `exp_avg`. 1-D, on the CPU.
+        Where that has one value for each block of elements, those of the blocks from the one that begins at `start` on."""
+        place, per = self.places[name], elements_per_value(key)
+        first, end = (place.offset + start) // per, -(-(place.offset + stop) // per)
+        parts, begin = self._parts[f"{place.buffer}/{key}"], first
+        found = torch.empty(end - first, dtype=parts[0].entry.dtype)
         at = max(0, bisect_right(parts, begin, key=lambda part: part.start) - 1)
         while begin < end:
             part = parts[at] if at < len(parts) else None
             if part is None or not part.start <= begin < part.stop:
-                raise _damaged(self.folder, f"no {key} of {name} from element {begin - place.offset:,} on")
+                raise _damaged(self.folder, f"no {key} of {name} from element {begin * per - place.offset:,} on")
             upto = min(end, part.stop)
-            self._read_part(part, begin - part.start, found[begin - place.offset - start : upto - place.offset - start])
+            self._read_part(part, begin - part.start, found[begin - first : upto - first])
             begin, at = upto, at + 1
         return found
+
+    def state_of_whole(self, name: str, key: str, shape: list[int]) -> Tensor:
+        """Optimizer state of `shape` that is about all of the parameter `name`."""
+        parts = self._parts.get(f"{self.places[name].buffer}/{key}:{name}", ())
+        if [part.stop for part in parts] != [prod(shape)]:
+            raise _damaged(self.folder, f"no {key} of {name}")
+        found = torch.empty(parts[0].stop, dtype=parts[0].entry.dtype)
+        self._read_part(parts[0], 0, found)
+        return found.view(shape)
 
     def whole(self, name: str) -> Tensor:
         """The master of the parameter `name`."""
@@ -192,7 +203,8 @@ class Checkpoint:
         return read
 
     def optimizer_of(self, name: str) -> dict[str, Any] | None:
-        """{"flat": names of state with one value per element, "scalars": the rest} of a parameter; None where it has no state yet."""
+        """{"flat": names of state with one value for each element or block, "whole": shapes of state that is about all of it, if there is
+        any, "scalars": the rest} of a parameter; None where it has no state yet."""
         return next((rank["optimizer"][name] for rank in self._ranks if name in rank["optimizer"]), None)
 
     def random_state(self, rank: int) -> dict[str, Tensor] | None:
@@ -237,6 +249,8 @@ def load_optimizer(engine: ZeroEngine, checkpoint: Checkpoint, groups: list[dict
         if described is None:
             return None
         flat = {key: checkpoint.read(piece.slot.name, piece.start, piece.stop, key) for key in described["flat"]}
+        for key, shape in described.get("whole", {}).items():
+            flat[key] = checkpoint.state_of_whole(piece.slot.name, key, shape)
         return flat | {key: _scalar(value) for key, value in described["scalars"].items()}
 
     state.load_optimizer(engine, groups or [{} for _ in engine.optimizer.param_groups], of_piece)

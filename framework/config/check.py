@@ -53,6 +53,7 @@ def check_settings(recipe: RecipeConfig) -> list[Problem]:
         *_fp32_modules(recipe.precision),
         *_checkpoint(recipe),
         *_optimizer(recipe.optimizer),
+        *_optimizer_here(recipe),
         *_trainer(recipe.trainer),
         *_schedule(recipe.schedule, recipe.trainer),
         *_evaluation(recipe),
@@ -296,12 +297,25 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:
         yield Problem(path="optimizer.betas", got=str(list(optimizer.betas)), expected=expected, fix="optimizer.betas=[0.9,0.95]")
     yield from _at_least("optimizer.weight_decay", optimizer.weight_decay, 0)
     yield from _share("optimizer.momentum", optimizer.momentum)
-    if optimizer.momentum and optimizer.name not in ("sgd", "rmsprop"):
+    if optimizer.momentum and optimizer.name not in ("sgd", "rmsprop", "muon"):
         got = f"{optimizer.momentum:g} with {optimizer.name}, which has no such setting"
         yield Problem(path="optimizer.momentum", got=got, expected="0, or optimizer=sgd", fix="optimizer.momentum=0")
-    if optimizer.nesterov and not (optimizer.name == "sgd" and optimizer.momentum):
+    if optimizer.nesterov and not (optimizer.name in ("sgd", "muon") and optimizer.momentum):
         got = f"true with {optimizer.name} and a momentum of {optimizer.momentum:g}"
-        yield Problem(path="optimizer.nesterov", got=got, expected="false, or sgd with momentum", fix="optimizer.nesterov=false")
+        yield Problem(path="optimizer.nesterov", got=got, expected="false, or sgd or muon with momentum", fix="optimizer.nesterov=false")
+    for key, owners, fix in (
+        ("moments", ("adamw", "lion"), "optimizer=adamw_8bit"),
+        ("adjust_lr", ("muon",), "optimizer=muon"),
+        ("adamw_lr", ("muon",), "optimizer=muon"),
+    ):
+        value, unset = getattr(optimizer, key), getattr(OptimizerConfig(), key)
+        if value != unset and optimizer.name not in owners:
+            got = f"{value} with {optimizer.name}, which has no such setting"
+            expected = f"{'null' if unset is None else unset}, or optimizer.name={' or '.join(owners)}"
+            yield Problem(path=f"optimizer.{key}", got=got, expected=expected, fix=fix)
+    if optimizer.adamw_lr is not None and optimizer.adamw_lr <= 0:
+        got, expected = f"{optimizer.adamw_lr:g}", "above 0, or null for optimizer.lr"
+        yield Problem(path="optimizer.adamw_lr", got=got, expected=expected, fix="optimizer.adamw_lr=null")
     if optimizer.weight_decay and optimizer.name == "rprop":
         got = f"{optimizer.weight_decay:g} with rprop, which has none"
         yield Problem(path="optimizer.weight_decay", got=got, expected="0", fix="optimizer.weight_decay=0")
@@ -321,6 +335,22 @@ def _optimizer(optimizer: OptimizerConfig) -> Iterator[Problem]:
     if optimizer.grad_clip is not None and optimizer.grad_clip <= 0:
         expected = "above 0, or null for no clipping"
         yield Problem(path="optimizer.grad_clip", got=f"{optimizer.grad_clip:g}", expected=expected, fix="optimizer.grad_clip=null")
+
+
+def _optimizer_here(recipe: RecipeConfig) -> Iterator[Problem]:
+    """What other settings ask of the optimizer."""
+    name = recipe.optimizer.name
+    apart = "zero.secondary_shard_size" if recipe.zero.secondary_shard_size else "zero.shard_optimizer=world"
+    if name in ("muon", "adafactor") and (recipe.zero.secondary_shard_size or recipe.zero.shard_optimizer == "world"):
+        fix = f"{apart}=null" if recipe.zero.secondary_shard_size else "zero.shard_optimizer=group"
+        got, expected = f"{name} with {apart}, where shards do not lie in the order of ranks", "an optimizer that works element by element"
+        yield Problem(path="optimizer.name", got=got, expected=expected, fix=fix)
+    if recipe.offload.optimizer != "none" and name in ("muon", "adafactor"):
+        got = f"{recipe.offload.optimizer} with {name}, whose steps take whole matrices and the other ranks"
+        yield Problem(path="offload.optimizer", got=got, expected="none, or another optimizer", fix="offload=none")
+    if recipe.optimizer.moments != "fp32" and recipe.precision.compute_dtype == "float64":
+        got, expected = f"{recipe.optimizer.moments} with float64", "fp32, which are fp64 then, or another precision"
+        yield Problem(path="optimizer.moments", got=got, expected=expected, fix="optimizer.moments=fp32")
 
 
 def _trainer(trainer: TrainerConfig) -> Iterator[Problem]:

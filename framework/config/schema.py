@@ -334,21 +334,31 @@ class ParameterGroupConfig:
 class OptimizerConfig:
     """Group `optimizer`: how gradients become new parameters."""
 
-    name: Literal["adamw", "lion", "sgd", "adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"] = "adamw"
-    """adamw, lion and sgd are updated by our kernels; the others are torch's, which treat every element by itself, too."""
+    name: Literal[
+        "adamw", "lion", "sgd", "muon", "adafactor", "adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"
+    ] = "adamw"
+    """adamw, lion and sgd are updated by our kernels. muon makes the steps of matrices in blocks orthogonal, adapters' among them; all else
+    it leaves to AdamW. muon and adafactor look at whole matrices, across ranks; the others are torch's, element by element."""
     lr: float = 2e-5
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw, lion, adam, adamax, nadam, radam."""
+    """adamw, lion, adam, adamax, nadam, radam; muon, for what it leaves to AdamW."""
     eps: float = 1e-8
-    """All but lion, sgd, asgd and rprop."""
+    """All but lion, sgd, adafactor, asgd and rprop; muon, for what it leaves to AdamW."""
     momentum: float = 0.0
-    """sgd, rmsprop."""
+    """sgd, rmsprop; muon, of matrices."""
     nesterov: bool = False
-    """sgd with momentum."""
+    """sgd with momentum, muon."""
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """adamw, lion. 8bit: matrices of 4,096 elements and more keep each moment in a byte, with a scale for 256 of them; others in fp32."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """muon: learning rate of a matrix. match_rms_adamw: `lr` x 0.2 sqrt(the longer side), with which an `lr` for adamw is right. original:
+    `lr` x sqrt(rows / columns), at least `lr`; about 0.02 is usual."""
+    adamw_lr: float | None = None
+    """muon: learning rate of what it leaves to AdamW; None: `lr`."""
     weight_decay: float = 0.0
-    """Applied to matrices and embeddings, not to norms and biases. Decoupled in adamw and lion, in the others a part of the gradient; rprop
-    has none."""
+    """Applied to matrices and embeddings, not to norms and biases. Decoupled in adamw, lion, muon and adafactor, in the others a part of
+    the gradient; rprop has none."""
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     """Parameters with settings of their own: {pattern, lr_factor, weight_decay}. The first pattern that means a parameter holds."""
     layer_lr_decay: float | None = None

@@ -39,6 +39,8 @@ class Settings:
 
     lr_factor: float
     weight_decay: float
+    orthogonal: bool = False
+    """Whether Muon makes its steps orthogonal."""
 
 
 def trained_shapes(architecture: LlamaConfig, model: ModelConfig, peft: PeftConfig) -> dict[str, tuple[int, ...]]:
@@ -113,7 +115,10 @@ def settings_of(shapes: Shapes, architecture: LlamaConfig, optimizer: OptimizerC
         if (group := meant.get(name)) is not None:
             factor *= group.lr_factor
             decay = decay if group.weight_decay is None else group.weight_decay
-        settings[name] = Settings(factor, decay)
+        orthogonal = optimizer.name == "muon" and len(shape) == 2 and block_of(name) is not None
+        if optimizer.adamw_lr is not None and not orthogonal:
+            factor *= optimizer.adamw_lr / optimizer.lr
+        settings[name] = Settings(factor, decay, orthogonal)
     return settings
 
 
@@ -132,7 +137,11 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerConfig) -> list[dict[
     groups: dict[Settings, list[nn.Parameter]] = {}
     for name, settings in settings_of(shapes, model.config, optimizer).items():
         groups.setdefault(settings, []).append(trained[name])
-    return [{"params": chosen, "lr_factor": s.lr_factor, "weight_decay": s.weight_decay} for s, chosen in groups.items()]
+    return [
+        {"params": chosen, "lr_factor": s.lr_factor, "weight_decay": s.weight_decay}
+        | ({"orthogonal": s.orthogonal} if optimizer.name == "muon" else {})
+        for s, chosen in groups.items()
+    ]
 
 
 def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:

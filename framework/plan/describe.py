@@ -94,7 +94,7 @@ def _groups(plan: Plan) -> list[str]:
     optimizer = plan.recipe.optimizer
     shapes = trained_shapes(plan.architecture, plan.recipe.model, plan.recipe.peft)
     settings = settings_of(shapes, plan.architecture, optimizer)
-    lines = []
+    lines = _whole_matrices(plan)
     if optimizer.layer_lr_decay is not None:
         slowest = min(settings, key=lambda name: settings[name].lr_factor)
         lines.append(f"x {optimizer.layer_lr_decay:g} for each block away from the head, x {settings[slowest].lr_factor:.3g} at {slowest}")
@@ -102,6 +102,18 @@ def _groups(plan: Plan) -> list[str]:
         decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
         lines.append(f"x {group.lr_factor:g}{decay} for {group.pattern}")
     return lines
+
+
+def _whole_matrices(plan: Plan) -> list[str]:
+    """What Muon does itself, what it leaves to AdamW, and what ranks send for it."""
+    optimizer, matrices = plan.recipe.optimizer, plan.orthogonal
+    if optimizer.name != "muon":
+        return []
+    others = sum(len(layout.slots) for unit in plan.units for layout in unit.layouts if layout.requires_grad) - len(matrices)
+    factor = "" if optimizer.adamw_lr is None else f", x {optimizer.adamw_lr / optimizer.lr:g}"
+    sent = plan.step_bytes(plan.recipe.zero.stage)[1]
+    steps = f"orthogonal steps for {len(matrices)} matrices in blocks ({optimizer.adjust_lr})"
+    return [f"{steps}, a rank sends {sent / 2**20:,.1f} MiB for it", f"AdamW for {others} other parameters{factor}"]
 
 
 def _adapter(plan: Plan) -> str:

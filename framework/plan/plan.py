@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from framework.config.schema import LlamaConfig, RecipeConfig
 from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
-from framework.models.selection import EMBEDDING, choose_trained
+from framework.models.selection import EMBEDDING, choose_trained, settings_of, trained_shapes
+from framework.zero import muon_step
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
 from framework.zero.grid import keep_gathered, place_of
-from framework.zero.layout import Layout, UnitLayout, plan_units
+from framework.zero.layout import Layout, Piece, Slot, UnitLayout, plan_units, with_gap
 from framework.zero.memory import StateBytes, disk_traffic, state_bytes
 from framework.zero.optimizer_by_name import state_values
+from framework.zero.optimizer_bytes import state_bytes_of
 from framework.zero.policy import FULL, group_size, offloaded, policy_of
 from framework.zero.traffic import bytes_sent
 
@@ -107,6 +110,8 @@ class Plan:
             group_size=self._group_size,
             rank=rank,
             master_weights=self.recipe.precision.master_weights,
+            optimizer_of=self.optimizer_bytes_of,
+            step_bytes=self.step_bytes(stage, rank)[0],
             messages=self.device_type == "cpu",
             **self._itemsizes,
         )
@@ -160,9 +165,9 @@ class Plan:
             "offload": self.recipe.offload,
         }
 
-    @property
+    @cached_property
     def checkpoint_bytes(self) -> int:
-        """What rank 0 writes of masters and optimizer state, which no rank writes more of."""
+        """Most that a rank writes of masters and optimizer state."""
         return self._checkpoint_bytes(self._trained)
 
     @property
@@ -173,16 +178,44 @@ class Plan:
         on_disk = offloaded(self.recipe.offload, [layout.numel for layout in self._trained])
         return self._checkpoint_bytes([layout for layout, lies in zip(self._trained, on_disk, strict=True) if not lies])
 
+    @cached_property
+    def optimizer_bytes_of(self) -> Callable[[Piece], int]:
+        """Bytes of optimizer state, by piece of a parameter."""
+        orthogonal = {slot.name for _, slot in self.orthogonal}
+        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, orthogonal.__contains__)
+
+    @cached_property
+    def orthogonal(self) -> list[tuple[Layout, Slot]]:
+        """Matrices whose steps Muon makes orthogonal."""
+        recipe = self.recipe
+        if recipe.optimizer.name != "muon":
+            return []
+        settings = settings_of(trained_shapes(self.architecture, recipe.model, recipe.peft), self.architecture, recipe.optimizer)
+        return [(layout, slot) for layout in self._trained for slot in layout.slots if settings[slot.name].orthogonal]
+
+    def step_bytes(self, stage: int, rank: int = 0) -> tuple[int, int]:
+        """(memory, sent) of an optimizer's step at `stage` that ranks make together."""
+        shards = 1 if policy_of(self.recipe.zero, stage).optimizer is FULL else self._group_size
+        return muon_step.step_bytes(self.orthogonal, shards, rank % shards)
+
     @property
     def _trained(self) -> list[Layout]:
         return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
 
     def _checkpoint_bytes(self, layouts: Sequence[Layout]) -> int:
-        policy, elements = policy_of(self.recipe.zero), 0
-        for layout in layouts:
-            extents = place_of(layout, policy, self.batch.world_size, self._group_size, 0).extents
-            elements += min(extents.owned.stop, layout.total)
-        return elements * (1 + state_values(self.recipe.optimizer)) * self._master_itemsize
+        policy = policy_of(self.recipe.zero)
+
+        def written(rank: int) -> int:
+            nbytes = 0
+            for layout in layouts:
+                extents = place_of(layout, policy, self.batch.world_size, self._group_size, rank).extents
+                start = extents.shard.start + extents.owned.start
+                stop = max(min(extents.shard.start + extents.owned.stop, layout.total), start)
+                nbytes += self._master_itemsize * (stop - start)
+                nbytes += sum(self.optimizer_bytes_of(with_gap(piece)) for piece in layout.pieces(start, stop))
+            return nbytes
+
+        return max(map(written, range(self.batch.world_size)))
 
     @property
     def fingerprint(self) -> str:

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from framework.config.errors import Problem
 from framework.train.plain_data import pack
+from framework.zero.optimizer import EIGHT_BIT, STEPS
 
 LIGHTNING_PRECISION = {"64": "float64", "32": "float32", "bf16": "bfloat16", "16": "float16"}
 
@@ -37,6 +38,9 @@ ELEMENTWISE_OPTIMIZERS = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+
+ACROSS_RANKS = (*STEPS, *EIGHT_BIT)
+"""For which the engine has a step of its own."""
 
 CALLBACKS = {
     StochasticWeightAveraging: "averages parameters that are sharded over the ranks",
@@ -117,7 +121,7 @@ def optimizer_problems(optimizers: list[torch.optim.Optimizer]) -> list[Problem]
         count = len([optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)])
         return [Problem(path=path, got=f"{count} optimizers", expected="one, with as many param groups as you like")]
     kind = type(optimizers[0])
-    if kind in ELEMENTWISE_OPTIMIZERS or getattr(kind, "elementwise", False):
+    if kind in (*ELEMENTWISE_OPTIMIZERS, *ACROSS_RANKS) or getattr(kind, "elementwise", False):
         return []
     if kind.__module__.startswith("torch.optim"):
         return [
@@ -125,7 +129,8 @@ def optimizer_problems(optimizers: list[torch.optim.Optimizer]) -> list[Problem]
                 path=path,
                 got=f"torch.optim.{kind.__name__}",
                 expected="an optimizer that treats every element by itself: ranks hold flat pieces of tensors",
-                fix=f"one of torch.optim.{{{', '.join(allowed.__name__ for allowed in ELEMENTWISE_OPTIMIZERS)}}}",
+                fix=f"one of torch.optim.{{{', '.join(allowed.__name__ for allowed in ELEMENTWISE_OPTIMIZERS)}}}, or of "
+                + ", ".join(f"{allowed.__module__}.{allowed.__name__}" for allowed in ACROSS_RANKS),
             )
         ]
     return [

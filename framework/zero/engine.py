@@ -55,7 +55,7 @@ class ZeroEngine:
         precision: data type of parameters in forward and backward, and how masters are kept; gradient sums are fp32 (fp64 for float64),
             and for float16 the loss is scaled.
         offload: which model state lies in host memory or on a disk.
-        optimizer: a new element-wise torch optimizer over parameters of `module`; it is moved onto the shards in place.
+        optimizer: a new torch optimizer over parameters of `module`, element-wise or Muon or Adafactor; it is moved onto the shards.
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
         group: data-parallel ranks; None: the default group where torch.distributed is initialised, else this process alone.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -64,6 +64,11 @@ class Piece:
     @property
     def shard_stop(self) -> int:
         return self.shard_start + self.numel
+
+
+def with_gap(piece: Piece) -> Piece:
+    """`piece` and the gap behind it, which is there for the alignment of the next parameter."""
+    return replace(piece, stop=piece.start + _align(piece.numel))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from framework.config.schema import MasterWeights, OffloadConfig
 from framework.zero.grid import Place, place_of
-from framework.zero.layout import Layout, UnitLayout
+from framework.zero.layout import Layout, Piece, UnitLayout
 from framework.zero.nvme import STAGING_BYTES, stored_bytes
 from framework.zero.policy import FULL, GROUP, WORLD, Placement, Policy, offloaded, workers
 
@@ -68,6 +68,8 @@ def state_bytes(
     master_itemsize: int = 4,
     master_weights: MasterWeights = "full",
     optimizer_itemsize: int = 8,
+    optimizer_of: Callable[[Piece], int] | None = None,
+    step_bytes: int = 0,
     prefetch_bytes: int = 0,
     messages: bool = False,
     offload: OffloadConfig | None = None,
@@ -75,8 +77,9 @@ def state_bytes(
     """Peak model-state bytes of one rank, from the layouts alone.
 
     `policy`: of layouts that have none of their own. `group_size`: ranks of a shard group, None for all. `optimizer_itemsize`: bytes of
-    optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are made of point-to-point messages
-    (gloo), which need room for what they receive.
+    optimizer state per trained element (AdamW with two fp32 moments: 8), `optimizer_of` those of a piece where they are not the same for
+    all. `step_bytes`: what the optimizer's step needs for itself. `messages`: whether sums are made of point-to-point messages (gloo),
+    which need room for what they receive.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
     gathered and beside it those that the prefetch budget admits (at least one), and what is kept for their backward; two blocks'
@@ -102,7 +105,8 @@ def state_bytes(
         has_master = layout.itemsize(compute_itemsize) != master_itemsize or masters_at != params_at
         kept = "full" if layout.fp32 else master_weights
         masters = {"full": master_itemsize, "remainder": 2, "none": 0}[kept] * extents.shard_numel if has_master else 0
-        moments = optimizer_itemsize * sum(piece.numel for piece in layout.pieces(extents.shard.start, extents.shard.stop))
+        pieces = layout.pieces(extents.shard.start, extents.shard.stop)
+        moments = sum(optimizer_itemsize * piece.numel if optimizer_of is None else optimizer_of(piece) for piece in pieces)
         if masters_at == "nvme":
             disk += stored_bytes(masters) + optimizer_itemsize // master_itemsize * stored_bytes(master_itemsize * extents.shard_numel)
         elif masters_at == "cpu":
@@ -117,12 +121,18 @@ def state_bytes(
         host += min(workers(offload), len(staged)) * (rooms + copies)
     if "nvme" in (offload.optimizer, offload.params):
         host += STAGING_BYTES
-    temporary = _temporary(units, places, compute_itemsize, master_itemsize, prefetch_bytes, messages)
+    temporary = _temporary(units, places, compute_itemsize, master_itemsize, step_bytes, prefetch_bytes, messages)
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host, disk=disk)
 
 
 def _temporary(
-    units: list[UnitLayout], places: dict[Layout, Place], compute_itemsize: int, master_itemsize: int, prefetch_bytes: int, messages: bool
+    units: list[UnitLayout],
+    places: dict[Layout, Place],
+    compute_itemsize: int,
+    master_itemsize: int,
+    step_bytes: int,
+    prefetch_bytes: int,
+    messages: bool,
 ) -> int:
     """The most that a step needs beside what stays."""
 
@@ -159,19 +169,21 @@ def _temporary(
     def largest(measure: Callable[[UnitLayout], int]) -> int:
         return max((measure(block) for block in blocks), default=0)
 
-    ring = min(2, len(blocks))
-    always = gathered(root) + sum(in_ring(root, False, True)) + ring_bytes(False) + ring_bytes(True)
+    under_way_at_most = min(2, len(blocks))
+    ring = sum(in_ring(root, False, True)) + ring_bytes(False) + ring_bytes(True)
+    in_step = ring + step_bytes  # when nothing is gathered any more
+    always = ring + gathered(root)
     passing = largest(lambda block: gathered(block, WORLD, GROUP))
     released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
     ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0
     in_backward = 0
-    for under_way in range(1, ring + 1):  # blocks whose gradients are being summed; those before the last one are released
+    for under_way in range(1, under_way_at_most + 1):  # blocks whose gradients are being summed; those before the last one are released
         left = blocks[: len(blocks) - under_way + 1]
         held = min(1 + ahead, released, len(left)) * passing + sum(gathered(block, FULL) for block in left)
         held += sum(secondary(block) for block in blocks[: len(blocks) - max(1, under_way - 1)])
         in_backward = max(in_backward, always + held + under_way * largest(received))
     at_end = always + received(root) + min(1, len(blocks)) * largest(received)
-    return max(in_backward, at_end)
+    return max(in_backward, at_end, in_step)
 
 
 def disk_traffic(

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from framework import torch_private
+from framework.zero.adafactor_step import AdafactorStep
 from framework.zero.buffer import FlatBuffer, is_elsewhere
+from framework.zero.eight_bit import AdamW8bit, EightBitStep, Lion8bit
 from framework.zero.flat_optimizer import FlatOptimizer
 from framework.zero.layout import Piece
 from framework.zero.muon import Muon
@@ -24,8 +26,9 @@ from framework.zero.piece_step import Member, PieceStep
 
 NOT_ELEMENT_WISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 """Optimizers whose update of an element depends on others of the same tensor: wrong on pieces."""
-STEPS: dict[type[torch.optim.Optimizer], type[PieceStep]] = {Muon: MuonStep}
-"""By class: what makes its step on pieces."""
+STEPS: dict[type[torch.optim.Optimizer], type[PieceStep]] = {Muon: MuonStep, torch.optim.Adafactor: AdafactorStep}
+"""By class: what makes its step on pieces, together with the other ranks."""
+EIGHT_BIT = (AdamW8bit, Lion8bit)
 
 
 class ShardedOptimizer:
@@ -40,8 +43,8 @@ class ShardedOptimizer:
         """`originals`: the module's parameter now, by the `id` of the one that the optimizer was made with."""
         if type(optimizer).__name__ in NOT_ELEMENT_WISE and type(optimizer) not in STEPS:
             raise ValueError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use "
-                "AdamW, SGD or another optimizer whose update of an element depends on that element alone, or one of "
+                f"{type(optimizer).__name__} is not element-wise, so it cannot run on shards of parameters: use AdamW, SGD or another "
+                "optimizer whose update of an element depends on that element alone, or one of "
                 f"{', '.join(f'{kind.__module__}.{kind.__name__}' for kind in STEPS)}"
             )
         if optimizer.state:
@@ -83,9 +86,14 @@ class ShardedOptimizer:
                 f"{type(optimizer).__name__} with these options updates fp32 master weights: take AdamW, Lion or SGD where "
                 "PrecisionConfig.master_weights is not 'full'"
             )
-        if (make_step := STEPS.get(type(optimizer))) is not None:
+        if type(optimizer) in EIGHT_BIT and not any(buffer.state_on_disk for buffer in buffers):
+            self._updates = HostUpdates(host, on_host, buffers[0].full.device, 0) if on_host else None
+            self._flat = EightBitStep(optimizer, self._members(buffers, group_of), self._updates)
+        elif (make_step := STEPS.get(type(optimizer))) is not None:
             if on_host:
                 raise ValueError(f"{type(optimizer).__name__} needs its state on the device: use OffloadConfig(optimizer='none')")
+            for buffer in buffers:
+                _ = buffer.shard_comm  # refuses shards in another order than that of ranks
             self._flat = make_step(optimizer, self._members(buffers, group_of))
         elif takes:
             moments = FlatOptimizer.states_of(optimizer)
@@ -170,6 +178,11 @@ class ShardedOptimizer:
     def writes_shards(self) -> bool:
         """Whether a step leaves the updated parameters in `FlatBuffer.shard`, too, and not in the masters alone."""
         return self._flat is not None and self._flat.writes_shards
+
+    @property
+    def keeps_8_bits(self) -> bool:
+        """Whether moments of large matrices are codes and scales (`eight_bit.py`)."""
+        return isinstance(self._flat, EightBitStep)
 
     def state_pieces(self) -> Iterator[tuple[FlatBuffer, Piece, dict]]:
         """Each piece with its optimizer state."""

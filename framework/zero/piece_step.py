@@ -70,8 +70,8 @@ class PieceStep(ABC):
             count -= 1
         self._counted.clear()
 
-    def adopt_state(self) -> None:
-        """State was put into the torch optimizer from outside: it is used as it is."""
+    def adopt_state(self, buffer: FlatBuffer) -> None:  # noqa: B027  (most use it as it is)
+        """State of `buffer` was put into the torch optimizer from outside."""
 
     def _group(self, member: Member) -> dict[str, Any]:
         return self._torch.param_groups[member.group]

@@ -6,13 +6,16 @@ Collectives: every rank calls these at the same time; whole tensors appear on ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from framework.zero.buffer import FlatBuffer
+from framework.zero.eight_bit import dequantized, readable
 from framework.zero.layout import Piece
+from framework.zero.state_keys import kind_of, part
 
 if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
@@ -30,7 +33,8 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
     """{"model": {name: tensor}, "optimizer": {name: {key: tensor}}, "param_groups": [options], "step": int} on rank 0, empty elsewhere;
     for float16 also {"loss_scaler": its state}.
 
-    Optimizer state with one value for each element has its parameter's shape ([1] for a 0-d one); all else is kept as it is (a step count).
+    Optimizer state with one value for each element has its parameter's shape ([1] for a 0-d one), and is fp32 where the optimizer keeps
+    it in 8 bits; all else is kept as it is (a step count).
     """
     model = dict(full_tensors(engine))
     scalars: dict[str, dict[str, Any]] = {}
@@ -38,9 +42,10 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
     by_buffer: dict[int, list] = {}
     sharded = engine.sharded_optimizer
     for buffer, piece, state in sharded.state_pieces() if sharded else ():
+        state = readable(state)
         by_buffer.setdefault(id(buffer), []).append((piece, state))
         for key, value in state.items():
-            if _is_flat(value, piece):
+            if isinstance(value, partial) or kind_of(key, value, piece.numel) == "element":
                 flat.setdefault(piece.slot.name, set()).add(key)
             else:
                 scalars.setdefault(piece.slot.name, {})[key] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -57,7 +62,7 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
             shard = buffer.read_stored(key) if on_disk else torch.zeros(buffer.shard_numel, **own)
             for piece, state in by_buffer.get(id(buffer), ()):
                 if key in state and not on_disk:
-                    shard[piece.shard_start : piece.shard_stop].copy_(state[key])
+                    shard[piece.shard_start : piece.shard_stop].copy_(state[key]() if isinstance(state[key], partial) else state[key])
             for name, tensor in _whole(engine, buffer, shard):
                 if tensor is not None and key in flat_keys.get(name, ()):
                     states.setdefault(name, {})[key] = tensor if tensor.dim() else tensor.view(1)
@@ -85,7 +90,7 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
 
     def of_piece(piece: Piece) -> dict[str, Any] | None:
         saved = state["optimizer"].get(piece.slot.name)
-        return None if saved is None else {key: _part(value, piece) for key, value in saved.items()}
+        return None if saved is None else {key: part(key, value, piece) for key, value in saved.items()}
 
     if engine.sharded_optimizer is not None:
         load_optimizer(engine, state["param_groups"], of_piece)
@@ -108,29 +113,24 @@ def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: C
             if (loaded := of_piece(piece)) is None:
                 continue
             scalar_device = shard.device if id(shard) in on_device else torch.device("cpu")
-            sharded.torch.state[shard] = {
-                key: (value.to(shard.device, shard.dtype) if _is_flat(value, piece) else value.to(scalar_device, copy=True))
-                if isinstance(value, torch.Tensor)
-                else value
-                for key, value in loaded.items()
-            }
+
+            def placed(
+                key: str, value: Any, piece: Piece = piece, shard: torch.Tensor = shard, device: torch.device = scalar_device
+            ) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                if kind_of(key, value, piece.numel) == "number":
+                    return value.to(device, copy=True)
+                return value.to(shard.device, shard.dtype if value.is_floating_point() else value.dtype)
+
+            loaded = loaded if sharded.keeps_8_bits else dequantized(loaded)
+            sharded.torch.state[shard] = {key: placed(key, value) for key, value in loaded.items()}
         sharded.adopt_state(buffer)
-
-
-def _part(value: Any, piece: Piece) -> Any:
-    """Of one saved value of a parameter's optimizer state, a copy of what belongs to `piece`."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == piece.slot.numel:
-        return value.reshape(-1)[piece.start : piece.stop].clone()
-    return value
 
 
 def _steps_on_device(group: dict[str, Any]) -> bool:
     """Whether torch keeps step counts of this group beside the parameters; it keeps others on the CPU."""
     return bool(group.get("fused") or group.get("capturable"))
-
-
-def _is_flat(value: Any, piece: Piece) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == piece.numel
 
 
 def _whole(engine: ZeroEngine, buffer: FlatBuffer, shard: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero import OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.muon import Muon
 from tests.zero import zoo
 
@@ -84,3 +84,36 @@ def test_unsharded_it_is_torchs_to_the_bit() -> None:
             model(ids).backward()
             optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), torchs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda model: Muon(groups(model), **OPTIONS), lambda model: torch.optim.Adafactor(model.parameters())])
+def test_a_step_that_is_not_finite_changes_nothing(make) -> None:
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=make(model))
+    for (ids,) in zoo.micro_batches(2, 1):
+        engine.backward(engine.module(ids), zoo.count_tokens(ids))
+        engine.step()
+    before = engine.state_dict()
+    engine.sharded_optimizer.step(torch.tensor(1.0), torch.tensor(False), [True] * 100, engine._offsets)
+    engine.sharded_optimizer.take_back_count()
+    after = engine.state_dict()
+    for name, tensor in before["model"].items():
+        assert torch.equal(after["model"][name], tensor)
+        assert all(torch.equal(value, after["optimizer"][name][key]) for key, value in before["optimizer"][name].items())
+
+
+@pytest.mark.parametrize("make", [lambda model: Muon(groups(model), **OPTIONS), lambda model: torch.optim.Adafactor(model.parameters())])
+def test_masters_in_host_memory_are_refused(make) -> None:
+    model = zoo.make("Plain", torch.float32)
+    with pytest.raises(ValueError, match="needs its state on the device"):
+        ZeroEngine(model, ZeroConfig(stage=1), offload=OffloadConfig(optimizer="cpu"), optimizer=make(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"momentum": 1.0}, "momentum=1.0"), ({"lr": -1.0}, "lr=-1.0"), ({"adjust_lr": "other"}, "adjust_lr='other'")]
+)
+def test_settings_out_of_range_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(2, 2))], **options)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) in a group of matrices"):
+        Muon([nn.Parameter(torch.ones(3))])

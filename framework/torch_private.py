@@ -46,6 +46,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor`, or what it is a view of, was changed in place, as autograd counts."""
+    return tensor._version
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass that is running now has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -117,6 +122,10 @@ def self_test() -> None:
 
     if is_view(torch.ones(2)) or not is_view(torch.ones(2).view(1, 2)):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._is_view answers differently")
+
+    changed = torch.ones(2)
+    if (version(changed), version(changed.add_(1))) != (0, 1):
+        raise RuntimeError(f"torch {torch.__version__}: Tensor._version counts differently")
 
     tree = {"a": [torch.ones(1), (2, None)], "b": "c"}
     leaves, spec = tree_flatten(tree)

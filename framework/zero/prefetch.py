@@ -32,9 +32,9 @@ class Prefetch:
         """A new pass: its first unit is about to be used."""
         self._now, self._follows, self._grad = [], True, torch.is_grad_enabled()
 
-    def end(self) -> None:
-        """The pass is over; the next one of its kind follows its order."""
-        if self._now:
+    def end(self, *, finished: bool = True) -> None:
+        """The pass is over; where it was `finished`, the next one of its kind follows its order."""
+        if self._now and finished:
             self._last[self._grad] = self._now
         self._now, self._follows = [], True
 

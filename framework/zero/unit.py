@@ -69,6 +69,8 @@ class Unit:
     def __init__(self, engine: ZeroEngine, name: str, module: nn.Module, buffers: list[FlatBuffer]) -> None:
         self.engine, self.name, self.module, self.buffers = engine, name, module, buffers
         self.trained = [buffer for buffer in buffers if buffer.layout.requires_grad]
+        self.keepers: set[object] = set()
+        """Who wants the parameters to stay gathered (`by_hand.py`)."""
         self._nodes = []
         self._hooks: list[Any] = []
         self.end_pass()
@@ -109,7 +111,7 @@ class Unit:
             buffer.wait()
 
     def release(self) -> None:
-        if self.engine.keeps_gathered:
+        if self.keepers:
             return
         for buffer in self.buffers:
             buffer.release()
@@ -244,7 +246,7 @@ class Unit:
     def _grad_hook(self, buffer: FlatBuffer, index: int):
         def take(parameter: nn.Parameter) -> None:
             self.engine.begin_backward()
-            buffer.take_grad(index)
+            buffer.take_grad(index, by_hand=self.engine.by_hand is not None)
             self.pending -= 1
             self._advance()
 

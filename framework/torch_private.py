@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -49,6 +50,18 @@ def is_view(tensor: torch.Tensor) -> bool:
 def version(tensor: torch.Tensor) -> int:
     """How often `tensor`, or what it is a view of, was changed in place, as autograd counts."""
     return tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, also where there is none (yet): released, on the meta device, fake."""
+    return tensor.untyped_storage()._cdata
+
+
+def fake_tensors() -> AbstractContextManager:
+    """Inside, new tensors have shapes, data types and a device, and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

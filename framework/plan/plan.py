@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from framework.config.batch import BatchPlan, solve_batch
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import StepPlan, lr_factor, plan_steps
-from framework.config.schema import LlamaConfig, RecipeConfig
-from framework.models.architecture import parameter_count
-from framework.models.documents import require_isolation
+from framework.config.schema import LlamaConfig, ModelConfig, RecipeConfig
+from framework.models.activations import ActivationBytes, activation_bytes, every_nth
+from framework.models.architecture import head_dim, parameter_count
+from framework.models.documents import attention_way, require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import choose_trained
 from framework.zero.layout import UnitLayout, plan_units
@@ -50,6 +51,10 @@ class Plan:
     train: DataFacts
     validation: DataFacts | None
     units: list[UnitLayout]
+    activations: ActivationBytes | None
+    """Of a micro-batch of the longest samples; None where no block is recomputed."""
+    recomputed: tuple[int, ...]
+    """Blocks that are recomputed in backward."""
 
     @property
     def parameters(self) -> int:
@@ -157,6 +162,37 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     if recipe.data.packing:
         require_isolation(model)
     choose_trained(model, recipe.model, recipe.peft)
-    return Plan(
-        recipe=recipe, architecture=architecture, batch=batch, steps=steps, train=train, validation=validation, units=plan_units(model)
+    made = Plan(
+        recipe=recipe,
+        architecture=architecture,
+        batch=batch,
+        steps=steps,
+        train=train,
+        validation=validation,
+        units=plan_units(model),
+        activations=None,
+        recomputed=(),
     )
+    if not recipe.model.activation_checkpointing and recipe.model.activation_budget_bytes is None:
+        return made
+    tokens = recipe.data.max_tokens if recipe.data.packing else train.longest
+    rows = min(batch.micro_batch_size, train.samples)
+    dtype, device_type = made.compute_dtype, made.device_type
+    way = attention_way(device_type, dtype, head_dim(architecture), compiled=recipe.model.compile) if recipe.data.packing else None
+    activations = activation_bytes(model, rows, tokens, dtype, device_type, way)
+    return replace(made, activations=activations, recomputed=_recomputed(recipe.model, activations))
+
+
+def _recomputed(model: ModelConfig, activations: ActivationBytes) -> tuple[int, ...]:
+    """Which blocks the settings choose. Raises UserError for a budget that is too small in any case."""
+    blocks, budget, offloads = len(activations.blocks), model.activation_budget_bytes, model.activation_offload
+    if budget is None:
+        return every_nth(blocks, model.activation_checkpointing)
+    chosen = activations.fewest(budget, offloads=offloads)
+    if chosen is None:
+        least = activations.peak(range(blocks), offloads=offloads)
+        less = "" if offloads else " (less with model.activation_offload=true)"
+        expected = f"at least {least:,} bytes, with every block recomputed{less}"
+        fix = f"model.activation_budget_bytes={least}  (or a smaller trainer.micro_batch_size)"
+        raise UserError(Problem(path="model.activation_budget_bytes", got=f"{budget:,}", expected=expected, fix=fix))
+    return chosen

@@ -1,0 +1,91 @@
+"""Inputs of recomputed blocks kept elsewhere than on the device: no bit changes, and bytes and order are those that were planned."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from framework import torch_private
+from framework.models.activations import activation_bytes
+from framework.zero import ZeroConfig, ZeroEngine
+from framework.zero.activations import HostActivations
+from tests.models.test_activations import PACKS, ROWS, TOKENS, make
+
+
+class Parts:
+    """Each rank keeps its part of an input, as tensor-parallel ranks with the same activations may."""
+
+    def __init__(self, inner: HostActivations | None) -> None:
+        self.inner = inner
+
+    def pack(self, x: torch.Tensor):
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        part = x.flatten().chunk(size)[rank].clone()
+        return x.shape, part if self.inner is None else self.inner.pack(part)
+
+    def unpack(self, kept) -> torch.Tensor:
+        shape, part = kept
+        part = part if self.inner is None else self.inner.unpack(part)
+        whole = part.new_empty(part.numel() * torch.distributed.get_world_size())
+        torch_private.all_gather_single(whole, part)
+        return whole.view(shape)
+
+
+def train(stage: int, kind: str, saver: str | None, options: dict, packs: list | None) -> tuple[list, dict]:
+    """Two accumulated steps; every rank computes the same."""
+    model = make(kind, **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), optimizer=optimizer)
+    host = HostActivations(engine)
+    model.model.input_saver = {None: None, "host": host, "parts": Parts(None), "parts on host": Parts(host)}[saver]
+    generator, results = torch.Generator().manual_seed(1), []
+    for _ in range(2):
+        for last in (False, True):
+            ids = torch.randint(0, 64, (ROWS, TOKENS), generator=generator)
+            engine.backward(model(ids, ids, document_lengths=packs), ids.numel(), last=last)
+        stats = engine.step()
+        results += [float(stats.loss), float(stats.grad_norm)]
+    gc.collect()
+    meters = {"host": engine.host_memory.peak, "left": engine.host_memory.current, "device": engine.memory.by_kind.get("activations", 0)}
+    return results, meters
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "packs"),
+    [
+        ("all", {"activation_checkpointing": True}, None),
+        ("all", {"activation_checkpointing": (0, 2), "compile_blocks": True}, None),
+        ("adapters", {"activation_checkpointing": True}, PACKS),
+    ],
+    ids=["each block", "every other, compiled", "adapters, packed"],
+)
+def test_inputs_on_the_host_or_in_parts_change_no_bit(ranks, kind: str, options: dict, packs: list | None) -> None:
+    """And the host's bytes are those of the plan, freed after each backward."""
+    chosen = options["activation_checkpointing"]
+    measured = activation_bytes(make(kind), ROWS, TOKENS, torch.float32, "cpu", "apart" if packs else None)
+    on_host = measured.on_host(range(3) if chosen is True else chosen)
+    for stage, savers in ((3, ("host", "parts", "parts on host")), (1, ("host",))):
+        expected, _ = ranks(2, train, stage, kind, None, options, packs)[0]
+        for saver in savers:
+            results, meters = ranks(2, train, stage, kind, saver, options, packs)[0]
+            assert results == expected, (stage, saver)
+            assert meters["left"] == 0 and meters["device"] == 0
+            if "host" in saver:
+                assert meters["host"] * (2 if "parts" in saver else 1) == on_host
+
+
+def test_an_input_is_fetched_one_block_before_it_is_needed_and_parameters_stay() -> None:
+    model = make("all")
+    engine = ZeroEngine(model, ZeroConfig(stage=3))
+    host, inputs = HostActivations(engine), [torch.randn(3, 4) for _ in range(3)]
+    kept = [host.pack(x) for x in inputs]
+    assert engine.host_memory.by_kind["activations"] == 3 * 48
+    for index in (2, 1, 0):
+        got = host.unpack(kept.pop())
+        assert torch.equal(got, inputs[index]) and got.data_ptr() != inputs[index].data_ptr()
+        assert engine.memory.by_kind["activations"] == (48 if index else 0)
+        assert engine.host_memory.by_kind["activations"] == 48 * index
+    parameter = model.lm_head.weight
+    assert host.pack(parameter) is parameter and host.unpack(parameter) is parameter

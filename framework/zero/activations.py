@@ -73,14 +73,14 @@ class HostActivations:
             return x
         kept = Kept(torch.empty_like(x, device="cpu", pin_memory=self._stream is not None), self._last, self._host_memory)
         leaving = self._copy(kept, x, to_host=True)
-        if self._leaving is not None:
-            self._leaving.wait()  # and then freed
+        self._settle()
         self._leaving, self._last = leaving if self._stream is not None else None, ref(kept)
         return kept
 
     def unpack(self, kept: torch.Tensor | Kept) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
+        self._settle()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._memory.add(KIND, -ahead.tensor.nbytes)
@@ -91,6 +91,12 @@ class HostActivations:
             self._ahead = self._fetch(before)
             self._memory.add(KIND, before.host.nbytes)
         return x
+
+    def _settle(self) -> None:
+        """Free the tensor that was packed last, once its copy is done."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
 
     def _fetch(self, kept: Kept) -> _Copy:
         with torch.no_grad():

@@ -79,13 +79,17 @@ def gathered(engine: ZeroEngine, chosen: Chosen | None, modify: bool) -> Iterato
             unit.wait()
         versions = [torch_private.version(parameter) for _, parameter in parameters]
         before = [_own_part(buffer).clone() for buffer in buffers] if modify else []
+        steps = engine.steps_done
         try:
             yield engine.module
         except BaseException:
             for buffer, values in zip(buffers, before, strict=modify):
-                _own_part(buffer).copy_(values)
+                if buffer.permanent:  # others lose the changes with what they gathered
+                    _own_part(buffer).copy_(values)
                 buffer.publish(written=True)
             raise
+        if modify and engine.steps_done != steps:
+            raise RuntimeError("engine.step() inside engine.gathered(modify=True): both may have changed the same parameters")
         if modify:
             engine.wait_for_readers()
             for buffer, values in zip(buffers, before, strict=True):

@@ -59,7 +59,7 @@ def _whole_or_lost(send: Callable[..., Handle]) -> Callable[..., Handle]:
         try:
             return send(self, *args, **options)
         except BaseException:
-            self._lost = self._lost or self.size > 1
+            self._torn = self.size > 1
             raise
 
     return guarded
@@ -78,6 +78,8 @@ class Comm:
         (below 2**16: its square is exact in fp64, see `norm`)."""
         self._lost = False
         """Whether the ranks no longer agree on what was sent."""
+        self._torn = False
+        """Whether an exception came between the messages of one call."""
         self._messages = group is not None and dist.get_backend(group) == "gloo"
 
     @_whole_or_lost
@@ -168,7 +170,7 @@ class Comm:
         return (self.size - 1) * shard_bytes if self._messages else 0
 
     def _begin(self, nbytes: int, tag: int = 0) -> None:
-        if self._lost:
+        if self._lost or self._torn:
             raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
         self.bytes_sent += nbytes
         if not self._messages:

@@ -80,8 +80,8 @@ class _Hook:
 
     def __reduce__(self) -> str:
         raise RuntimeError(
-            f"{self.unit.title} cannot be pickled (torch.save, another process): its parameters lie in an engine. Save engine.state_dict(), or "
-            "a copy.deepcopy of it that was made inside `with engine.gathered():`, on every rank"
+            f"{self.unit.title} cannot be pickled (torch.save, spawning): its parameters lie in an engine. Save engine.state_dict(), "
+            "or a copy.deepcopy of it that was made inside `with engine.gathered():`, on every rank"
         )
 
 
@@ -179,8 +179,8 @@ class Unit:
     def _before_state_dict(self, *_: Any) -> None:
         if not self.engine.names_only and not self.readable:
             raise RuntimeError(
-                f"state_dict() of {self.title}: {NOT_WHOLE}. Use dict(engine.full_tensors()) or engine.state_dict(), on every rank, or call "
-                "it inside `with engine.gathered():`"
+                f"state_dict() of {self.title}: {NOT_WHOLE}. Use dict(engine.full_tensors()) or engine.state_dict(), on every rank, or "
+                "call it inside `with engine.gathered():`"
             )
 
     def _before_load_state_dict(self, *_: Any) -> None:

@@ -234,6 +234,9 @@ def test_changes_without_modify_and_parameters_of_others_are_refused() -> None:
     engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=zoo.adamw(model))
     with pytest.raises(RuntimeError, match="head.weight was changed inside engine.gathered()"), engine.gathered(model.head):
         nn.init.zeros_(model.head.weight)
+    with pytest.raises(RuntimeError, match=r"engine.step\(\) inside engine.gathered"), engine.gathered(model.head, modify=True):
+        engine.backward(model(IDS), zoo.count_tokens(IDS))
+        engine.step()
     with pytest.raises(ValueError, match="not one of the engine's module"), engine.gathered(nn.Linear(2, 2)):
         pass
     assert engine.memory.by_kind["gathered"] == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -53,9 +54,21 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor`, or what it is a view of, was changed in place, as autograd counts."""
+    return tensor._version
+
+
 def storage_id(tensor: torch.Tensor) -> int:
-    """The same number for views of one storage, another for any other storage that is there now; meta tensors have no address to tell."""
+    """The same number for tensors that share memory, also where there is none (yet): released, on the meta device, fake."""
     return tensor.untyped_storage()._cdata
+
+
+def fake_tensors() -> AbstractContextManager:
+    """Inside, new tensors have shapes, data types and a device, and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
@@ -133,6 +146,10 @@ def self_test() -> None:
 
     if is_view(torch.ones(2)) or not is_view(torch.ones(2).view(1, 2)):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._is_view answers differently")
+
+    changed = torch.ones(2)
+    if (version(changed), version(changed.add_(1))) != (0, 1):
+        raise RuntimeError(f"torch {torch.__version__}: Tensor._version counts differently")
 
     tree = {"a": [torch.ones(1), (2, None)], "b": "c"}
     leaves, spec = tree_flatten(tree)

@@ -76,8 +76,26 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     if model.path is None and model.arch is not None and model.tokenizer is None:
         expected = "a tokenizer for random weights: a folder, a .gguf file or a hub name"
         yield Problem(path="model.tokenizer", got="nothing", expected=expected, fix="model.tokenizer=/path/to/tokenizer")
+    yield from _activations(model)
     if model.arch is not None:
         yield from _architecture(model.arch)
+
+
+def _activations(model: ModelConfig) -> Iterator[Problem]:
+    every, budget = model.activation_checkpointing, model.activation_budget_bytes
+    if not isinstance(every, bool) and every < 1:
+        expected = "true, false, or n for every n-th block"
+        yield Problem(path="model.activation_checkpointing", got=str(every), expected=expected, fix="model.activation_checkpointing=false")
+    if budget is not None:
+        yield from _at_least("model.activation_budget_bytes", budget, 1)
+        if every:
+            got = f"{budget} with model.activation_checkpointing={str(every).lower()}"
+            expected = "one of the two: a budget chooses the blocks by itself"
+            yield Problem(path="model.activation_budget_bytes", got=got, expected=expected, fix="model.activation_checkpointing=false")
+    if model.activation_offload and not every and budget is None:
+        expected = "recomputed blocks, whose inputs are kept in host memory"
+        fix = "model.activation_checkpointing=true"
+        yield Problem(path="model.activation_offload", got="true, and every block stores its activations", expected=expected, fix=fix)
 
 
 def _architecture(arch: LlamaConfig) -> Iterator[Problem]:

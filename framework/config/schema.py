@@ -89,8 +89,13 @@ class ModelConfig:
     train_last_n_blocks: int | None = None
     """Train only so many of the last blocks, the final norm and the head (a tied head: the embedding with it, unless `freeze` names it);
     0: norm and head alone. None: all blocks."""
-    activation_checkpointing: bool = False
-    """Recompute each block in backward instead of storing its activations."""
+    activation_checkpointing: bool | int = False
+    """Recompute blocks in backward instead of storing their activations: true each block, a number n the first and every n-th after it."""
+    activation_budget_bytes: int | None = None
+    """In place of it: recompute as few blocks as keep all their activations within so many bytes per rank, for a micro-batch of the longest
+    samples. The plan says how many that is. None: no budget."""
+    activation_offload: bool = False
+    """Keep what a recomputed block starts from, its input, in host memory until backward."""
     compile: bool = False
     """Compile each block's forward with `torch.compile`."""
 

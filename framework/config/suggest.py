@@ -76,6 +76,7 @@ NAMES_ELSEWHERE = {
     "base_model": "model.path",
     "tokenizer_name": "model.tokenizer",
     "gradient_checkpointing": "model.activation_checkpointing",
+    "cpu_checkpointing": "model.activation_offload",
     "freeze_trainable_layers": "model.train_last_n_blocks",
     "load_in_4bit": "peft.base",
     "load_in_8bit": "peft.base",

@@ -12,7 +12,8 @@ Shapes: B batch, T positions of this call, S positions seen (T + cached), V voca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from framework.kernels.rms_norm import add_rms_norm, rms_norm
 from framework.kernels.rope import rope
 from framework.kernels.swiglu import swiglu
 from framework.models import documents
+from framework.models.activations import InputSaver, every_nth
 from framework.models.architecture import check_architecture, head_dim, kv_heads
 from framework.models.documents import Documents, Lengths, additive, document_attention
 from framework.models.rope import rotary_tables
@@ -39,7 +41,10 @@ class Llama(nn.Module):
     isolates_documents = True
     """The contract of `documents.py`: `forward` takes `document_lengths`, and documents of a pack do not see each other."""
 
-    def __init__(self, config: LlamaConfig, *, activation_checkpointing: bool = False, compile_blocks: bool = False) -> None:
+    def __init__(
+        self, config: LlamaConfig, *, activation_checkpointing: bool | Collection[int] = False, compile_blocks: bool = False
+    ) -> None:
+        """`activation_checkpointing`: recompute each block in backward, none, or those with these numbers."""
         super().__init__()
         if problems := check_architecture(config):
             raise UserError(*problems)
@@ -109,10 +114,14 @@ def trained_positions(labels: Tensor, trained_tokens: int | None) -> Tensor:
 class Decoder(nn.Module):
     """Embedding and blocks. The final norm lives here by name (`model.norm`) and is applied by `Llama`, to the positions it needs."""
 
-    def __init__(self, config: LlamaConfig, activation_checkpointing: bool, compile_blocks: bool) -> None:
+    def __init__(self, config: LlamaConfig, activation_checkpointing: bool | Collection[int], compile_blocks: bool) -> None:
         super().__init__()
         self.config = config
-        self.activation_checkpointing, self.compile_blocks = activation_checkpointing, compile_blocks
+        if isinstance(activation_checkpointing, bool):
+            activation_checkpointing = every_nth(config.num_hidden_layers, activation_checkpointing)
+        self.recomputed, self.compile_blocks = frozenset(activation_checkpointing), compile_blocks
+        self.input_saver: InputSaver | None = None
+        """How inputs of recomputed blocks are kept; None: as they are."""
         self.draws_random_numbers = False
         """Whether blocks have dropout, which recomputation must repeat."""
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, std=config.initializer_range)
@@ -125,20 +134,25 @@ class Decoder(nn.Module):
         """Hidden states [B, T, hidden_size] before the final norm."""
         x = self.embed_tokens(input_ids)
         if document_lengths is None:
-            cos, sin, mask = self._one_document(x, position_ids, cache.length if cache else 0)
+            cos, sin, mask = self.one_document(x, position_ids, cache.length if cache else 0)
         else:
             cos, sin, mask = self._several_documents(x, documents.filled(document_lengths, *input_ids.shape))
-        recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        for block in self.layers:
-            if recompute:
-                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=self.draws_random_numbers)
+        for index, block in enumerate(self.layers):
+            if index in self.recomputed and torch.is_grad_enabled():
+                x = self._recomputed(block, x, cos, sin, mask)
             else:
                 x = block(x, cos, sin, mask, cache)
         if cache is not None:
             cache.length += input_ids.shape[1]
         return x
 
-    def _one_document(self, x: Tensor, position_ids: Tensor | None, cached: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _recomputed(self, block: Block, x: Tensor, *tables: Documents | Tensor | None) -> Tensor:
+        """The block's output; of what it saves only `x` is kept, since all blocks share the tables."""
+        saver = self.input_saver
+        with nullcontext() if saver is None else torch.autograd.graph.saved_tensors_hooks(saver.pack, saver.unpack):
+            return checkpoint(lambda x: block(x, *tables), x, use_reentrant=False, preserve_rng_state=self.draws_random_numbers)
+
+    def one_document(self, x: Tensor, position_ids: Tensor | None, cached: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rotary tables and attention mask of rows that are one document each, behind `cached` positions."""
         new = x.shape[1]
         length = cached + new

@@ -43,6 +43,7 @@ def describe(plan: Plan) -> str:
         *([("in fp32", _in_fp32(plan))] if recipe.precision.fp32_modules else []),
         *([("offload", describe_disk(plan))] if "nvme" in (recipe.offload.optimizer, recipe.offload.params) else []),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
+        *([("activations", _activations(plan))] if plan.activations is not None else []),
         ("checkpoints", _checkpoints(plan)),
     ]
     width = max(len(name) for name, _ in lines)
@@ -142,6 +143,16 @@ def _curve(plan: Plan) -> str:
     total = plan.steps.total_steps
     points = sorted({0, total - 1, *(round(i * (total - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS))})
     return ", ".join(f"step {step + 1} {plan.lr(step):.3g}" for step in points)
+
+
+def _activations(plan: Plan) -> str:
+    """What blocks save for backward, the head and the loss not counted."""
+    activations, chosen, offloads = plan.activations, plan.recomputed, plan.recipe.model.activation_offload
+    every = activations.peak((), offloads=False)
+    text = f"{activations.peak(chosen, offloads=offloads) / 2**20:,.1f} MiB in the blocks"
+    if offloads:
+        text += f" and {activations.on_host(chosen) / 2**20:,.1f} MiB on the host"
+    return f"{text}; {len(chosen)} of {len(activations.blocks)} blocks are recomputed (none: {every / 2**20:,.1f} MiB)"
 
 
 def _checkpoints(plan: Plan) -> str:

@@ -13,9 +13,10 @@ import torch
 from framework.config.batch import BatchPlan, solve_batch
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import StepPlan, lr_factor, plan_steps
-from framework.config.schema import LlamaConfig, RecipeConfig
-from framework.models.architecture import parameter_count
-from framework.models.documents import require_isolation
+from framework.config.schema import LlamaConfig, ModelConfig, RecipeConfig
+from framework.models.activations import ActivationBytes, activation_bytes, every_nth
+from framework.models.architecture import head_dim, parameter_count
+from framework.models.documents import attention_way, require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import EMBEDDING, choose_trained, settings_of, trained_shapes
 from framework.zero import muon_step
@@ -58,6 +59,10 @@ class Plan:
     validation: DataFacts | None
     units_of_stage: dict[int, list[UnitLayout]]
     """For each stage that the recipe could have: the model's units, with the policies of `zero`."""
+    activations: ActivationBytes | None
+    """Of a micro-batch of the longest samples; None where no block is recomputed."""
+    recomputed: tuple[int, ...]
+    """Blocks that are recomputed in backward."""
 
     @property
     def units(self) -> list[UnitLayout]:
@@ -260,7 +265,7 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     if recipe.data.packing:
         require_isolation(model)
     choose_trained(model, recipe.model, recipe.peft)
-    return Plan(
+    made = Plan(
         recipe=recipe,
         architecture=architecture,
         batch=batch,
@@ -268,7 +273,17 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
         train=train,
         validation=validation,
         units_of_stage={stage: _units(model, recipe, stage, world_size) for stage in (0, 1, 2, 3)},
+        activations=None,
+        recomputed=(),
     )
+    if not recipe.model.activation_checkpointing and recipe.model.activation_budget_bytes is None:
+        return made
+    tokens = recipe.data.max_tokens if recipe.data.packing else train.longest
+    rows = min(batch.micro_batch_size, train.samples)
+    dtype, device_type = made.compute_dtype, made.device_type
+    way = attention_way(device_type, dtype, head_dim(architecture), compiled=recipe.model.compile) if recipe.data.packing else None
+    activations = activation_bytes(model, rows, tokens, dtype, device_type, way)
+    return replace(made, activations=activations, recomputed=_recomputed(recipe.model, activations))
 
 
 def _units(model: Llama, recipe: RecipeConfig, stage: int, world_size: int) -> list[UnitLayout]:
@@ -276,3 +291,18 @@ def _units(model: Llama, recipe: RecipeConfig, stage: int, world_size: int) -> l
     zero, in_fp32 = replace(recipe.zero, stage=stage), find_fp32_modules(model, recipe.precision.fp32_modules)
     units = plan_units(model, zero=zero, fp32_parameters=parameters_of(in_fp32.values()))
     return keep_gathered(units, zero, world_size, getattr(torch, recipe.precision.compute_dtype).itemsize)
+
+
+def _recomputed(model: ModelConfig, activations: ActivationBytes) -> tuple[int, ...]:
+    """Which blocks the settings choose. Raises UserError for a budget that is too small in any case."""
+    blocks, budget, offloads = len(activations.blocks), model.activation_budget_bytes, model.activation_offload
+    if budget is None:
+        return every_nth(blocks, model.activation_checkpointing)
+    chosen = activations.fewest(budget, offloads=offloads)
+    if chosen is None:
+        least = activations.peak(range(blocks), offloads=offloads)
+        less = "" if offloads else " (less with model.activation_offload=true)"
+        expected = f"at least {least:,} bytes, with every block recomputed{less}"
+        fix = f"model.activation_budget_bytes={least}  (or a smaller trainer.micro_batch_size)"
+        raise UserError(Problem(path="model.activation_budget_bytes", got=f"{budget:,}", expected=expected, fix=fix))
+    return chosen

@@ -9,6 +9,7 @@ callbacks read it every n steps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from framework.models.llama import Llama
 from framework.models.selection import choose_trained, parameter_groups
 from framework.train.source_loss import SourceLoss, total
 from framework.zero import StepStats
+from framework.zero.activations import HostActivations
 from framework.zero.optimizer_by_name import build_optimizer
 
 MicroBatch = dict[str, Any]
@@ -39,7 +41,8 @@ class CausalLMModule(LightningModule):
         optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
         total_steps: int,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | Collection[int] = False,
+        activation_offload: bool = False,
         compile_blocks: bool = False,
         peft: PeftConfig | None = None,
         frozen: ModelConfig | None = None,
@@ -50,6 +53,7 @@ class CausalLMModule(LightningModule):
         self.architecture, self.optimizer_config = architecture, optimizer
         self.schedule, self.total_steps, self.peft, self.frozen = schedule, total_steps, peft or PeftConfig(), frozen or ModelConfig()
         self.activation_checkpointing, self.compile_blocks = activation_checkpointing, compile_blocks
+        self.activation_offload = activation_offload
         self.model: Llama | None = None
 
         self.lr = 0.0
@@ -78,6 +82,13 @@ class CausalLMModule(LightningModule):
         return build_optimizer(self.optimizer_config, parameter_groups(self.model, self.optimizer_config))
 
     # -- training ---------------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        if self.activation_offload:
+            self.model.model.input_saver = HostActivations(self.trainer.strategy.engine)
+
+    def on_fit_end(self) -> None:
+        self.model.model.input_saver = None
 
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> None:
         """One optimizer step. Raises NonFiniteError before a parameter is touched."""

@@ -49,6 +49,7 @@ from framework.train.lightning_checkpoint import (
 from framework.train.options import optimizer_problems, trainer_problems
 from framework.train.precision import EnginePrecision
 from framework.zero import StepStats, ZeroEngine
+from framework.zero.by_hand import Chosen
 from framework.zero.load import Read
 
 RENDEZVOUS_SECONDS = 300
@@ -287,9 +288,10 @@ class ZeroStrategy(ParallelStrategy):
         self._held = None
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All parameters of the module can be read on every rank inside; changes to them are lost. Collective."""
-        with self._held.engine.gathered() if self._held is not None else nullcontext():
+    def gathered(self, chosen: Chosen | None = None, *, modify: bool = False) -> Iterator[None]:
+        """Parameters of the module, or `chosen` ones, can be read on every rank inside, and with `modify` rank 0 may change them, as in
+        `ZeroEngine.gathered`. Outside of a run they are whole anyway. Collective."""
+        with self._held.engine.gathered(chosen, modify=modify) if self._held is not None else nullcontext():
             yield
 
     def on_validation_start(self) -> None:

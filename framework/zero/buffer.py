@@ -368,8 +368,8 @@ class FlatBuffer:
     def finish_update(self) -> None:
         """Wait for the update that is under way on the host."""
         if self.updating is not None:
-            updating, self.updating = self.updating, None
-            wait(updating)
+            wait(self.updating)
+            self.updating = None  # only now: one that failed, or was not waited for to its end, is never passed over
 
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
@@ -391,13 +391,14 @@ class FlatBuffer:
 
     # -- gradients ------------------------------------------------------------------------------------------------------------
 
-    def take_grad(self, index: int) -> None:
-        """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing."""
+    def take_grad(self, index: int, *, by_hand: bool) -> None:
+        """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing.
+        `by_hand`: in a manual step, where the parameters may be released by then."""
         parameter = self.parameters[index]
         if parameter.grad is None:
             return
         slot = self.layout.slots[index]
-        if not self.readable:
+        if not by_hand and not self.readable:
             raise RuntimeError(
                 f"{slot.name} was used outside of the forward of {self.layout.unit or 'the model'}, where its values are not there: "
                 "use it in that forward, or make the method that uses it an entry with engine.wrap_method(...)"

@@ -9,13 +9,14 @@ Bytes that this rank sends are counted in `bytes_sent`.
 
 [Note: after an exception] What is under way must end before anything else is sent or its memory freed: a message that nobody waits for
 would be taken for a later one with its tag. Where the exception came on one rank only, the others never do their part; then this rank
-gives up after `ABANDON_SECONDS`, and refuses to communicate from there on.
+gives up after `ABANDON_SECONDS`, and refuses to communicate from there on, as it does after an exception between the messages of one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ class Handle:
         self._works, self._finish, self._keep = works, finish, keep
 
     def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        while self._works:
+            self._works[-1].wait()
+            self._works.pop()  # only now: what Ctrl-C interrupts is left to `abandon`
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -45,7 +46,8 @@ class Handle:
         """Wait without using the result. Raises RuntimeError where the other ranks do not do their part in `ABANDON_SECONDS`."""
         works, self._works = self._works, []
         for work in works:
-            work.wait(timedelta(seconds=ABANDON_SECONDS))
+            if not work.is_completed():  # gloo waits for a second message where a first one was waited for
+                work.wait(timedelta(seconds=ABANDON_SECONDS))
         self._keep = ()
 
     def then(self, begin: Callable[[], Handle], stream: torch.cuda.Stream | None) -> Handle:
@@ -84,6 +86,8 @@ class Traffic:
         self.comms: list[Comm] = []
         self.lost = False
         """Whether the ranks no longer agree on what was sent."""
+        self.torn = False
+        """Whether an exception came between the messages of one call."""
 
     @property
     def bytes_sent(self) -> int:
@@ -96,6 +100,20 @@ class Traffic:
         for comm in self.comms:
             fingerprint = (fingerprint * 31 + comm.order) % 65521
         return fingerprint
+
+
+def _whole_or_lost(send: Callable[..., Handle]) -> Callable[..., Handle]:
+    """`send`, a method of `Comm`, after whose failure nobody knows which of its messages were sent."""
+
+    @wraps(send)
+    def guarded(self: Comm, *args: Any, **options: Any) -> Handle:
+        try:
+            return send(self, *args, **options)
+        except BaseException:
+            self.traffic.torn |= self.size > 1
+            raise
+
+    return guarded
 
 
 class Comm:
@@ -113,6 +131,7 @@ class Comm:
         (below 2**16: its square is exact in fp64, see `norm`)."""
         self.messages = group is not None and dist.get_backend(group) == "gloo"
 
+    @_whole_or_lost
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Handle:
         """Fill `out` [size * S] with every rank's `shard` [S]; `shard` may be this rank's part of `out`.
 
@@ -136,6 +155,7 @@ class Comm:
             works.append(dist.isend(shard, group=self.group, group_dst=peer, tag=tag))
         return Handle(works, keep=(out, shard))
 
+    @_whole_or_lost
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, *, add: bool) -> Handle:
         """Sum `full` [size * S] over the ranks and leave this rank's part in `out` [S], added to it where `add` is set.
 
@@ -165,6 +185,7 @@ class Comm:
 
         return Handle(works, finish, keep=(full, received))
 
+    @_whole_or_lost
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """Sum `tensor` over the ranks, in place."""
         if self.size == 1:
@@ -206,7 +227,7 @@ class Comm:
         return (self.size - 1) * shard_bytes if self.messages else 0
 
     def _begin(self, nbytes: int, tag: int = 0) -> None:
-        if self.traffic.lost:
+        if self.traffic.lost or self.traffic.torn:
             raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
         self.bytes_sent += nbytes
         if not self.messages:

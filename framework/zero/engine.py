@@ -16,8 +16,7 @@ forward; rank-dependent branches belong inside a unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import nn
 
 from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
-from framework.zero import load, norm, state
+from framework.zero import by_hand, load, norm, refuse, state
 from framework.zero.autocast import Autocast
 from framework.zero.buffer import FlatBuffer
 from framework.zero.fp32_modules import lay_out
@@ -122,8 +121,10 @@ class ZeroEngine:
         self._depth = 0
         self._release_on_leaving = False
         self._verdict: norm.Verdict | None = None
-        self.keeps_gathered = 0
-        """Depth of `gathered()`; nothing is released inside."""
+        self.updating = False
+        """Whether a step has begun to change parameters and not come to its end."""
+        self.by_hand: by_hand.ManualStep | None = None
+        """The `manual()` that is entered."""
         self.names_only = False
         """Set while `module.state_dict(keep_vars=True)` is asked for which tensors there are, and not for what parameters hold."""
         self._new_step()
@@ -179,16 +180,20 @@ class ZeroEngine:
         """
         if not loss.requires_grad:
             raise ValueError("the loss depends on no trained parameter (it has no graph): every rank must run backward through the model")
-        self._check_module()
+        refuse.moved_or_thawed(self)
         self._last = last
-        self._loss_sum += loss.detach().double()
-        self._tokens += tokens
+        self.count(loss, tokens)
         try:
             with self._autocast.off():
                 loss.backward(None if self.scaler is None else self.scaler.scale.to(loss.dtype))
         except BaseException:
             self.reset()
             raise
+
+    def count(self, loss: torch.Tensor, tokens: int | torch.Tensor) -> None:
+        """Add a micro-batch's loss and denominator to those of the step: for whoever runs backward without `engine.backward`."""
+        self.loss_sum += loss.detach().double()
+        self._tokens += tokens
 
     def step(self) -> StepStats:
         """Finish the reduction, clip, update, and forget the gradients. Collective.
@@ -198,9 +203,10 @@ class ZeroEngine:
         Under a loss scale (`scaler.py`) that is an overflow first: nothing is updated, and the next step has a smaller scale.
         """
         self.check_last_step()
+        refuse.assigned_gradients(self)
         self._reduce_leftovers()
         asked = self.stop_requested, self.busy()
-        sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, *asked, self.device)
+        sums = norm.sum_over_ranks(self.trained, self.world, self.loss_sum, self._tokens, *asked, self.device)
         sound = (sums.tokens > 0) & sums.same_order
         finite = torch.isfinite(sums.square_sum + sums.loss_sum) & sound
         scale = None if self.scaler is None else self.scaler.scale
@@ -215,7 +221,7 @@ class ZeroEngine:
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
         looks = not in_kernel and self.device.type != "meta"  # tensors without values are traced as if all went well
         if looks and bool(fatal):
-            self._raise_not_finite(sums)
+            refuse.not_finite(self, sums)
         if not looks or bool(finite):
             self._update(factor, finite, sums)
         else:
@@ -225,19 +231,25 @@ class ZeroEngine:
         self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
         self.steps_done += 1
         self._new_step()
+        self.updating = False
         return StepStats(sums.loss_sum / sums.tokens, grad_norm, sums.tokens, sums.stop, sums.busy, ~finite, scale)
 
     def _update(self, factor: torch.Tensor, finite: torch.Tensor, sums: norm.GlobalSums) -> None:
         """The optimizer's step, where it is `finite`, on gradients times `factor`."""
-        if self.reading is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.reading)
-            self.reading = None
+        self.wait_for_readers()
+        self.updating = True
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
             self._count_optimizer_state()
         written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
             buffer.publish(written=written and buffer.is_written_with_master)
+
+    def wait_for_readers(self) -> None:
+        """Before masters change: let the device wait for who copies them."""
+        if self.reading is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.reading)
+            self.reading = None
 
     def _count_optimizer_state(self) -> None:
         for meter, on_host in ((self.memory, False), (self.host_memory, True)):
@@ -248,35 +260,10 @@ class ZeroEngine:
         mine = [index in buffer.used for buffer in self.trained for index in range(len(buffer.layout.slots))]
         return mine if all(mine) else [count > 0 for count in used.tolist()]
 
-    def _raise_not_finite(self, sums: norm.GlobalSums) -> None:
-        if not bool(sums.same_order):
-            self.reset()
-            raise RuntimeError(f"step {self.steps_done + 1}: {norm.NOT_THE_SAME_ORDER}; nothing was updated")
-        if not float(sums.tokens):
-            self.reset()
-            raise ValueError(f"step {self.steps_done + 1}: no micro-batch of any rank had a trained token; nothing was updated")
-        where = norm.where_not_finite(self.trained, self.world, self._loss_sum)
-        self.reset()
-        raise NonFiniteError(f"step {self.steps_done + 1}: {where}; parameters and optimizer are those of before this step")
-
-    def _check_module(self) -> None:
-        """Refuse what was done to the parameters behind the engine's back and would train nothing, silently."""
-        for buffer in self.buffers:
-            if buffer.moved:
-                raise RuntimeError(
-                    f"{buffer.layout.slots[0].name} is no longer in the engine's memory: the module was moved or cast. Do that before the "
-                    "engine is made; its data type is PrecisionConfig.compute_dtype"
-                )
-            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                if parameter.requires_grad and not buffer.layout.requires_grad:
-                    raise RuntimeError(
-                        f"{slot.name} was frozen when the engine was made and has neither a gradient nor optimizer state there: set "
-                        "requires_grad before (freezing later is fine, and so is thawing what was frozen later)"
-                    )
-
     def check_last_step(self) -> None:
         """Raise NonFiniteError for a bad step that was not reported yet, and wait for what the host still does for the last one; `step`,
         `full_tensors` and `state_dict` begin with it."""
+        refuse.torn_update(self)
         self.flush()
         finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
         if fatal:
@@ -289,7 +276,7 @@ class ZeroEngine:
 
     def _new_step(self) -> None:
         self._last = True
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=self.device)
 
     # -- backward, as the units report it -------------------------------------------------------------------------------------
@@ -312,7 +299,7 @@ class ZeroEngine:
 
     def reduce_complete_units(self) -> None:
         """Begin the reductions whose turn it is and whose gradients are complete."""
-        while self._turn < len(self._reduce_order) and not self._reduce_order[self._turn].pending:
+        while self.by_hand is None and self._turn < len(self._reduce_order) and not self._reduce_order[self._turn].pending:
             self._reduce(self._reduce_order[self._turn])
             self._turn += 1
 
@@ -321,7 +308,7 @@ class ZeroEngine:
             buffer.reduce(last=self._last)
 
     def _end_backward(self) -> None:
-        for unit in self._reduce_order[self._turn :]:
+        for unit in self._reduce_order[self._turn :] if self.by_hand is None else ():
             self._reduce(unit)
         self.pool.finish()
         self._task = None
@@ -340,39 +327,38 @@ class ZeroEngine:
             for buffer in unit.trained:
                 buffer.reduce_leftovers()
         self.pool.finish()
+        self._last = True
+
+    def reduce_all(self) -> None:
+        """Sum what a manual step has collected."""
+        self._last = True
+        for unit in self._reduce_order:
+            self._reduce(unit)
+        self.pool.finish()
 
     # -- entering the model ---------------------------------------------------------------------------------------------------
 
     def wrap_method(self, module: nn.Module, name: str) -> None:
-        """Make `module.name(...)` an entry like `engine.module(...)`: parameters of the root are gathered around it."""
-        method: Callable = getattr(module, name)
+        """Make `module.name(...)` an entry like `engine.module(...)`: parameters of the root are gathered around it. A generator is entered
+        until it ends. Raises TypeError for an asynchronous method."""
+        by_hand.wrap_method(self, module, name)
 
-        @wraps(method)
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            self._enter(args, kwargs)
-            out = None
-            try:
-                out = method(*args, **kwargs)
-            finally:
-                replaced = self._leave(out)
-            return out if replaced is None else replaced
+    def gathered(self, chosen: by_hand.Chosen | None = None, *, modify: bool = False) -> AbstractContextManager[nn.Module]:
+        """Parameters are whole on every rank inside, until the next `step`, in the compute dtype (the masters: `full_tensors`). Collective.
 
-        setattr(module, name, entered)
+        `chosen`: some parameters or modules, the same on all ranks, which come with the rest of their blocks; None: all. `modify`: rank 0's
+        changes are taken over by every rank and by the masters; an exception inside undoes them. Optimizer state stays. Raises RuntimeError
+        at the end where parameters were changed without `modify`.
+        """
+        return by_hand.gathered(self, chosen, modify)
 
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """All parameters are whole on every rank inside, until the next `step`. Changes to them are lost. Collective."""
-        self.keeps_gathered += 1
-        try:
-            for unit in self.units:
-                unit.gather()
-            for unit in self.units:
-                unit.wait()
-            yield self.module
-        finally:
-            self.keeps_gathered -= 1
-            for unit in self.units:
-                unit.release()
+    def manual(self) -> AbstractContextManager[by_hand.ManualStep]:
+        """Micro-batches of one step in an order of one's own, with or without `backward` of this engine; then call `step`. Collective.
+
+        Losses that `backward` does not see are told with `count`; gradients are sums over tokens, and in float16 times `scaler.scale`.
+        Costs the memory of whole gradients, and at stage 3 of whole parameters, until the end. See `by_hand.py`.
+        """
+        return by_hand.manual(self)
 
     def full_tensors(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield (name, whole parameter on rank 0, None elsewhere). Collective. See `state.full_tensors`."""
@@ -385,6 +371,7 @@ class ZeroEngine:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
         state.load_state_dict(self, saved)
+        self.updating = False
         if self.sharded_optimizer is not None:
             self._count_optimizer_state()
 
@@ -396,7 +383,8 @@ class ZeroEngine:
     def reset(self) -> None:
         """After an exception in forward, backward or step, on every rank: forget this step. Parameters and optimizer state stay.
 
-        Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError.
+        Training can go on where all ranks failed at the same point; else the next communication raises RuntimeError, and so does the next
+        step after an exception in the middle of an update.
         """
         self.flush()
         finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
@@ -409,12 +397,14 @@ class ZeroEngine:
         for buffer in self.buffers:
             buffer.reset()
         self.pool.drop()
-        self.prefetch.end()
+        self.prefetch.end(finished=False)
         for unit in self.units:
             unit.end_pass()
+        for kind in ("gathered", "reducing"):
+            self.memory.set(kind, 0)  # an exception may have come between an allocation and its being counted
         self._new_step()
 
-    def _enter(self, args: tuple, kwargs: dict) -> None:
+    def enter(self, args: tuple, kwargs: dict) -> None:
         if torch_private.backward_id() < 0:
             if not self._depth:
                 self.prefetch.begin()
@@ -422,7 +412,7 @@ class ZeroEngine:
         self.units[0].enter(args, kwargs)
         self._autocast.enter()
 
-    def _leave(self, out: Any) -> Any:
+    def leave(self, out: Any) -> Any:
         self._autocast.leave()
         if torch_private.backward_id() >= 0:
             return None
@@ -436,8 +426,8 @@ class ZeroEngine:
 
     def _enter_root_through_forward(self) -> None:
         only_mine = self.units[0].only_mine
-        self.module.register_forward_pre_hook(only_mine(self._enter), with_kwargs=True, prepend=True)
-        self.module.register_forward_hook(only_mine(lambda args, out: self._leave(out)), always_call=True)
+        self.module.register_forward_pre_hook(only_mine(self.enter), with_kwargs=True, prepend=True)
+        self.module.register_forward_hook(only_mine(lambda args, out: self.leave(out)), always_call=True)
 
     # -- construction ---------------------------------------------------------------------------------------------------------
 

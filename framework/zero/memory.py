@@ -32,8 +32,8 @@ class MemoryMeter:
 
     def add(self, kind: str, nbytes: int) -> None:
         """Record that `nbytes` of `kind` were allocated (negative: freed)."""
-        self.current += nbytes
         self.by_kind[kind] = self.by_kind.get(kind, 0) + nbytes
+        self.current = sum(self.by_kind.values())
         if self.current > self.peak:
             self.peak, self.peak_by_kind = self.current, dict(self.by_kind)
 

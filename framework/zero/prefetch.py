@@ -38,9 +38,9 @@ class Prefetch:
         """What was gathered ahead and not used yet, with its bytes; `_next` is the first use that was not looked at."""
         self._ahead_bytes = self._next = 0
 
-    def end(self) -> None:
-        """The pass is over; the next one of its kind follows its order."""
-        if self._now:
+    def end(self, *, finished: bool = True) -> None:
+        """The pass is over; where it was `finished`, the next one of its kind follows its order."""
+        if self._now and finished:
             self._last[self._grad] = self._now
         self._forget()
 

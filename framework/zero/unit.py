@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
 
 
+NOT_WHOLE = "no rank holds its whole parameters now"
 _MADE_BY, _WATCHED = "_zero_made_by", "_zero_watched"
 
 
@@ -62,12 +63,39 @@ class _MadeBy:
     handle: RemovableHandle
 
 
+class _Hook:
+    """A hook for a unit's module, and for no other that comes to have it."""
+
+    def __init__(self, unit: Unit, call: Callable) -> None:
+        self.unit, self.call = unit, call
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        return self.call(*args) if module is self.unit.module else None
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        if not self.unit.readable:
+            raise RuntimeError(f"copy.deepcopy of {self.unit.title}: {NOT_WHOLE}. Copy it inside `with engine.gathered():`, on every rank")
+        return no_hook
+
+    def __reduce__(self) -> str:
+        raise RuntimeError(
+            f"{self.unit.title} cannot be pickled (torch.save, spawning): its parameters lie in an engine. Save engine.state_dict(), "
+            "or a copy.deepcopy of it that was made inside `with engine.gathered():`, on every rank"
+        )
+
+
+def no_hook(*_: Any) -> None:
+    """What the deep copy of a unit, an ordinary module, has in the place of the unit's hooks."""
+
+
 class Unit:
     """One module with its flat buffers."""
 
     def __init__(self, engine: ZeroEngine, name: str, module: nn.Module, buffers: list[FlatBuffer]) -> None:
         self.engine, self.name, self.module, self.buffers = engine, name, module, buffers
         self.trained = [buffer for buffer in buffers if buffer.layout.requires_grad]
+        self.keepers: set[object] = set()
+        """Who wants the parameters to stay gathered (`by_hand.py`)."""
         self._nodes = []
         self._hooks: list[Any] = []
         self.end_pass()
@@ -82,8 +110,13 @@ class Unit:
         self._hooks.append(module.register_load_state_dict_pre_hook(self.only_mine(self._before_load_state_dict)))
 
     def only_mine(self, hook: Callable) -> Callable:
-        """`hook` for this unit's module and not for its deep copies, which are ordinary modules but inherit the hooks."""
-        return lambda module, *args: hook(*args) if module is self.module else None
+        """`hook` for this unit's module and not for copies of it."""
+        return _Hook(self, hook)
+
+    @property
+    def title(self) -> str:
+        """In messages."""
+        return self.name or "the model"
 
     def end_pass(self) -> None:
         """Forget the calls of the last forward and backward."""
@@ -108,10 +141,15 @@ class Unit:
             buffer.wait()
 
     def release(self, *, before_backward: bool = False) -> None:
-        if self.engine.keeps_gathered:
+        if self.keepers:
             return
         for buffer in self.buffers:
             buffer.release(before_backward=before_backward)
+
+    @property
+    def readable(self) -> bool:
+        """Whether this rank holds the whole, current parameters."""
+        return all(buffer.readable for buffer in self.buffers)
 
     @property
     def needs_gather(self) -> bool:
@@ -138,15 +176,15 @@ class Unit:
         return all(buffer.permanent for buffer in self.buffers)
 
     def _before_state_dict(self, *_: Any) -> None:
-        if not self.engine.names_only and not all(buffer.readable for buffer in self.buffers):
+        if not self.engine.names_only and not self.readable:
             raise RuntimeError(
-                f"state_dict() of {self.name or 'the model'}: no rank holds its whole parameters now. Use dict(engine.full_tensors()) or "
-                "engine.state_dict(), on every rank, or call it inside `with engine.gathered():`"
+                f"state_dict() of {self.title}: {NOT_WHOLE}. Use dict(engine.full_tensors()) or engine.state_dict(), on every rank, or "
+                "call it inside `with engine.gathered():`"
             )
 
     def _before_load_state_dict(self, *_: Any) -> None:
         raise RuntimeError(
-            f"load_state_dict() of {self.name or 'the model'} would not reach the engine's masters: load before the engine is made, or use "
+            f"load_state_dict() of {self.title} would not reach the engine's masters: load before the engine is made, or use "
             "engine.load_state_dict"
         )
 
@@ -221,7 +259,7 @@ class Unit:
         if not self.permanent and not isinstance(leaf, str | bytes | int | float | bool | type(None)) and hasattr(leaf, "__dict__"):
             if any(isinstance(value, torch.Tensor) and value.requires_grad for value in vars(leaf).values()):
                 raise TypeError(
-                    f"{self.name or 'the model'} returned a {type(leaf).__name__} that holds tensors and is no pytree, so their backward "
+                    f"{self.title} returned a {type(leaf).__name__} that holds tensors and is no pytree, so their backward "
                     "cannot be seen: return tensors, tuples, lists or dicts, or register the class with "
                     "torch.utils._pytree.register_pytree_node"
                 )
@@ -243,7 +281,7 @@ class Unit:
     def _grad_hook(self, buffer: FlatBuffer, index: int):
         def take(parameter: nn.Parameter) -> None:
             self.engine.begin_backward()
-            buffer.take_grad(index)
+            buffer.take_grad(index, by_hand=self.engine.by_hand is not None)
             self.pending -= 1
             self._advance()
 

@@ -18,7 +18,7 @@ from framework.data.prepare import Prepared, prepare
 from framework.models.llama import Llama
 from framework.models.tokenizer import load_tokenizer
 from framework.train.metrics import read_metrics, series
-from framework.train.run_dir import LEDGER, METRICS, PLAN, write_run_dir
+from framework.train.run_dir import LEDGER, METRICS, PLAN, SUMMARY, write_run_dir
 from tests.cli.test_fit import STEPS, fit, recipe, untrained  # noqa: F401  a fixture
 
 PACKS_PER_STEP = 2
@@ -75,7 +75,10 @@ def plain_training(recipe: RecipeConfig) -> tuple[list[float], float]:  # noqa: 
         return losses, sum_over_documents(model, validation).item() / validation["trained_tokens"]
 
 
-@pytest.mark.parametrize(("world_size", "stage", "options"), [(1, 0, {}), (2, 2, {}), (2, 3, {"activation_checkpointing": True})])
+ON_HOST = {"activation_checkpointing": True, "activation_offload": True}
+
+
+@pytest.mark.parametrize(("world_size", "stage", "options"), [(1, 0, {}), (2, 2, {}), (2, 3, ON_HOST)])
 def test_p11_p21_packs_train_as_their_samples_do_in_plain_torch(ranks, packed, tmp_path, world_size, stage, options) -> None:
     losses, validation = plain_training(packed)
     config = dataclasses.replace(packed, zero=ZeroConfig(stage=stage), model=dataclasses.replace(packed.model, **options))
@@ -87,6 +90,7 @@ def test_p11_p21_packs_train_as_their_samples_do_in_plain_torch(ranks, packed, t
     samples, packs = prepared(packed).train.documents, len(prepared(packed).train)
     assert f"{samples} samples in {packs} packs of at most 200 tokens" in (tmp_path / PLAN).read_text()
     assert json.loads((tmp_path / LEDGER).read_text())["sources"][0]["packs"] == packs < samples
+    assert (json.loads((tmp_path / SUMMARY).read_text())["peak_offloaded_bytes"] > 0) == bool(options)
 
 
 def test_the_plan_of_a_run_on_packs_counts_packs(packed) -> None:

@@ -13,6 +13,7 @@ from framework.config.schema import (
     CheckpointConfig,
     DataConfig,
     LlamaConfig,
+    ModelConfig,
     OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -236,3 +237,27 @@ def test_a_disk_without_room_is_refused_before_the_run(tmp_path, monkeypatch) ->
     with pytest.raises(UserError, match="where 0.0 GiB are free") as caught:
         require_room(made)
     assert caught.value.problems[0].path == "offload.nvme_path"
+
+
+def recomputing(**model: object) -> Plan:
+    return plan(dataclasses.replace(RECIPE, model=ModelConfig(**model)))
+
+
+def test_activations_are_printed_with_the_blocks_that_are_recomputed() -> None:
+    assert plan().activations is None and "activations " not in describe(plan()).split("model state")[0]
+    for setting, chosen in ((True, (0, 1, 2)), (2, (0, 2))):
+        assert recomputing(activation_checkpointing=setting).recomputed == chosen
+    made = recomputing(activation_checkpointing=True, activation_offload=True)
+    assert made.activations.on_host(made.recomputed) == 3 * 2 * 200 * 32 * 4  # blocks, rows, tokens, width, bytes
+    assert "0.1 MiB on the host; 3 of 3 blocks are recomputed" in describe(made)
+
+
+def test_a_budget_for_activations_recomputes_as_few_blocks_as_it_allows_and_is_refused_below_its_least() -> None:
+    made = recomputing(activation_checkpointing=True).activations
+    needed = made.peak((0,), offloads=False)
+    assert recomputing(activation_budget_bytes=needed).recomputed == (0,)
+    assert recomputing(activation_budget_bytes=needed - 1).recomputed == (0, 1)
+    least = made.peak((0, 1, 2), offloads=False)
+    with pytest.raises(UserError, match=f"at least {least:,} bytes") as caught:
+        recomputing(activation_budget_bytes=1000)
+    assert caught.value.problems[0].fix.startswith(f"model.activation_budget_bytes={least}")

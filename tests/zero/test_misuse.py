@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -219,3 +221,28 @@ def test_inside_gathered_the_model_may_run_and_stays_whole(dtype: str) -> None:
         model(IDS)
         assert not any(bool(p.isnan().any()) for p in model.parameters())
     assert engine.memory.by_kind["gathered"] == 0
+
+
+def test_a_module_in_an_engine_is_not_pickled_and_a_deep_copy_of_it_is() -> None:
+    model, engine = make("Plain", 3)
+    for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        with pytest.raises(RuntimeError, match="the model cannot be pickled.*Save engine.state_dict()"):
+            save(model)
+        with pytest.raises(RuntimeError, match="blocks.1 cannot be pickled"):
+            save(model.blocks[1])
+    with engine.gathered():
+        copied = copy.deepcopy(model)
+    saved = io.BytesIO()
+    torch.save(copied, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    with torch.no_grad():
+        assert float(loaded(IDS)) == float(copy.deepcopy(copied)(IDS)) == float(model(IDS))
+
+
+def test_a_module_whose_parameters_are_not_whole_is_not_copied() -> None:
+    model, engine = make("Plain", 3)
+    for module, name in ((model, "the model"), (model.blocks[0], "blocks.0")):
+        with pytest.raises(RuntimeError, match=f"copy.deepcopy of {name}: no rank holds its whole parameters"):
+            copy.deepcopy(module)
+    assert copy.deepcopy(make("Plain", 0)[0])(IDS).isfinite()

@@ -14,7 +14,9 @@ import torch
 from framework.checkpoint.open import open_model, tokenizer_config
 from framework.cli.eval import RESULT
 from framework.cli.fit import choose_kernels, facts_of, prepare_once, validation_batches
+from framework.config.errors import UserError
 from framework.config.schema import RecipeConfig
+from framework.models.selection import no_modules
 from framework.models.tokenizer import load_tokenizer
 from framework.plan.plan import check_data
 from framework.ranks import launched
@@ -29,6 +31,8 @@ def measure(recipe: RecipeConfig, folder: Path) -> None:
     """Write `folder`/result.json: the loss of `recipe.model` on every source of validation data. Raises UserError."""
     place = launched(os.environ)
     pretrained = open_model(recipe.model.path, "MODEL")
+    if problems := list(no_modules("precision.fp32_modules", recipe.precision.fp32_modules, pretrained.config)):
+        raise UserError(*problems)
     tokenizer = load_tokenizer(tokenizer_config(recipe.model, pretrained)) if place.local_rank == 0 else None
     prepared = prepare_once(recipe, tokenizer, folder, place)
     check_data(recipe, pretrained.config, [facts_of(prepared.validation)])

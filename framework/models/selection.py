@@ -156,14 +156,14 @@ def check_selection(recipe: RecipeConfig, architecture: LlamaConfig) -> None:
         settings_of(shapes, architecture, recipe.optimizer)
     except UserError as error:
         problems += error.problems
-    problems += _not_modules("precision.fp32_modules", recipe.precision.fp32_modules, architecture)
+    problems += no_modules("precision.fp32_modules", recipe.precision.fp32_modules, architecture)
     problems += _of_modules(recipe.zero, _with_frozen(shapes, architecture, recipe.peft), architecture)
     if problems:
         raise UserError(*problems)
 
 
-def _not_modules(setting: str, patterns: Sequence[str], architecture: LlamaConfig) -> Iterator[Problem]:
-    """A problem for every pattern that means no module."""
+def no_modules(setting: str, patterns: Sequence[str], architecture: LlamaConfig) -> Iterator[Problem]:
+    """A problem for every one of `patterns` that means no module."""
     shapes = parameter_shapes(architecture)
     named = (inside for name in shapes for one in _both_names(name, architecture) for inside in modules_and_name(one))
     modules = dict.fromkeys(inside for inside in named if inside not in shapes and inside != HEAD)

@@ -68,6 +68,31 @@ def test_a_step_equals_the_reference(device, name: str, dtype: torch.dtype, spli
             assert torch.equal(compiled[-2][touched], q[touched]) and torch.equal(compiled[-1][1:], scales[1:])
 
 
+@pytest.mark.parametrize("start_off", [False, True])
+def test_a_bf16_copy_has_ties_away_from_zero_however_the_master_is_kept(device, start_off: bool):
+    place, numel = unaligned if start_off else torch.Tensor.clone, 100
+    master = place(torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 1.3], device=device).repeat(25))
+    grad, one = place(torch.zeros(numel, device=device)), [ShardRange(start=0, stop=numel, lr=0.1)]
+    high, low = map(place, split_master(master))
+    expected, settings = high.clone(), {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "first_step": True}
+    copy = place(torch.zeros(numel, dtype=torch.bfloat16, device=device))
+    sgd_(master, None, grad, one, **settings, copies=ShardCopies(data=copy))
+    sgd_(None, None, grad, one, **settings, copies=ShardCopies(data=high), remainder=low)
+    assert torch.equal(copy, expected) and torch.equal(high, expected) and torch.equal(join_master(high, low), master)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bf16_parameter_without_master_is_updated_in_fp32_and_rounded(device, name: str):
+    step, _, states, arguments = OPTIMIZERS[name]
+    start, grad = randn(2500, device=device).bfloat16(), randn(2500, device=device, seed=9)
+    copies, masters = [start.clone(), torch.zeros_like(start)], [None, start.float()]
+    for copy, master in zip(copies, masters, strict=True):
+        moments = [randn(2500, device=device, seed=i + 1).abs() / 10 for i in range(states)]
+        step(master, *moments, grad, ranges(2500), copies=ShardCopies(data=copy), **arguments)
+    touched = copies[1] != 0
+    assert torch.equal(copies[0][touched], copies[1][touched]) and torch.equal(copies[0][~touched], start[~touched])
+
+
 def test_many_ranges_take_several_launches(device):
     numel = 4000
     many = [ShardRange(start=i * 20, stop=i * 20 + 13, lr=0.01 * (1 + i % 7)) for i in range(200)]

@@ -156,18 +156,17 @@ class FlatBuffer:
                 meter.add("params", self.shard.nbytes)
             meter.add("gathered", self._full_bytes)
         self.master = self.shard
-        if not (layout.requires_grad and (compute_dtype != master_dtype or masters_at != params_at)):
-            if params_at == "nvme":
-                self.stored["master"] = self.stored["shard"]
-        else:
-            if masters_at == "nvme":
-                self.stored["master"] = host.on_disk("master", self._named("master"), self.shard_numel, master_dtype)
-                self.master = _unreadable(master_dtype, torch.device("cpu")).expand(self.shard_numel)
-            elif masters_at == "cpu":
-                self.master = host.zeros("master", self.shard_numel, master_dtype)
-            else:
-                self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-                meter.add("master", self.master.nbytes)
+        has_master = layout.requires_grad and (compute_dtype != master_dtype or masters_at != params_at)
+        if has_master and masters_at == "nvme":
+            self.stored["master"] = host.on_disk("master", self._named("master"), self.shard_numel, master_dtype)
+            self.master = _unreadable(master_dtype, torch.device("cpu")).expand(self.shard_numel)
+        elif has_master and masters_at == "cpu":
+            self.master = host.zeros("master", self.shard_numel, master_dtype)
+        elif has_master:
+            self.master = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
+            meter.add("master", self.master.nbytes)
+        elif params_at == "nvme":
+            self.stored["master"] = self.stored["shard"]
         self._fetching: Pending | None = None
         """The read of `shard` from the disk into `full`, before it can be gathered."""
         self._gathering: Handle | None = None
@@ -457,5 +456,5 @@ def _unreadable(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` only stands for values that lie on the disk."""
-    return tensor.untyped_storage().nbytes() < tensor.nbytes
+    """Whether the 1-D `tensor` only stands for values that lie on the disk."""
+    return tensor.stride() == (0,)

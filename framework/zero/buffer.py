@@ -525,5 +525,5 @@ def _unreadable(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` only stands for values that lie on the disk."""
-    return tensor.untyped_storage().nbytes() < tensor.nbytes
+    """Whether the 1-D `tensor` only stands for values that lie on the disk."""
+    return tensor.stride() == (0,)

@@ -103,6 +103,7 @@ class Plan:
             master_itemsize=master,
             optimizer_itemsize=state_values(self.recipe.optimizer) * master,
             prefetch_bytes=zero.prefetch_bytes,
+            micro_batches=self.batch.accumulate,
             messages=self.device_type == "cpu",
             offload=self.recipe.offload,
         )

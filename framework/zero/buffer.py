@@ -31,8 +31,8 @@ class GradPool:
     """Gradient buffers that blocks use in turn, each as large as the largest block's; the root has its own. At most two reductions are
     under way; the next one waits for the older.
 
-    Gaps and padding must be zero: they are when a buffer is made, only parameters are written into it, and it is zeroed when a block with
-    another layout takes it over.
+    Gaps and padding must be zero: they are made so for the first block with a layout, and only parameters are written into the buffer.
+    All of it is given back between steps.
     """
 
     def __init__(self, meter: MemoryMeter) -> None:
@@ -57,11 +57,11 @@ class GradPool:
         if free:
             flat, extents = free.pop()
         else:
-            flat, extents = buffer.full.new_zeros(numel, dtype=buffer.master_dtype), buffer.extents
+            flat, extents = buffer.full.new_empty(numel, dtype=buffer.master_dtype), None
             self._meter.add("reducing", flat.nbytes)
         grads = flat[: buffer.padded]
         if extents != buffer.extents:
-            grads.zero_()
+            buffer.zero_gaps(grads)
         self._in_use[buffer] = flat
         return grads
 
@@ -79,11 +79,17 @@ class GradPool:
         while len(self._reducing) > keep:
             self._reducing.pop(0).finish_reduce()
 
+    def give_back(self) -> None:
+        """Free what nobody uses."""
+        for free in self._free.values():
+            self._meter.add("reducing", -sum(flat.nbytes for flat, _ in free))
+            free.clear()
+
     def drop(self) -> None:
         """Forget everything (after an exception)."""
-        for flat in (*self._in_use.values(), *(flat for free in self._free.values() for flat, _ in free)):
-            self._meter.add("reducing", -flat.nbytes)
-        for forgotten in (self._reducing, self._in_use, self._free):
+        self.give_back()
+        self._meter.add("reducing", -sum(flat.nbytes for flat in self._in_use.values()))
+        for forgotten in (self._reducing, self._in_use):
             forgotten.clear()
 
 
@@ -151,7 +157,7 @@ class FlatBuffer:
                 meter.add("master", self.master.nbytes)
         self._gathering: Handle | None = None
 
-        self.grad: torch.Tensor | None = None
+        self._grad: torch.Tensor | None = None
         self.grad_full: torch.Tensor | None = None
         self.written: set[int] = set()
         """Slots that hold a gradient in `grad_full`."""
@@ -165,11 +171,9 @@ class FlatBuffer:
         if layout.requires_grad:
             if policy.grads is FULL:
                 self.grad_full = torch.zeros(self.padded, dtype=master_dtype, device=device)
-                self.grad = self.grad_full[self.start : self.start + self.shard_numel]
+                self._grad = self.grad_full[self.start : self.start + self.shard_numel]
                 meter.add("grads", self.grad_full.nbytes)
             else:
-                self.grad = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-                meter.add("grads", self.grad.nbytes)
                 pool.expect(self)
 
     # -- parameters -----------------------------------------------------------------------------------------------------------
@@ -262,6 +266,7 @@ class FlatBuffer:
         if self.updating is not None:
             updating, self.updating = self.updating, None
             wait(updating)
+            self._free_grad()
 
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
@@ -277,6 +282,32 @@ class FlatBuffer:
             self._point_at(self._unreadable)
 
     # -- gradients ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """[S]; zeros where nothing was reduced since the last step. A shard of its own is there from the first reduction of a step until the
+        update has read it."""
+        if self._grad is None:
+            self._make_grad().zero_()
+        return self._grad
+
+    def _make_grad(self) -> torch.Tensor:
+        self._grad = self.full.new_empty(self.shard_numel, dtype=self.master_dtype)
+        self.meter.add("grads", self._grad.nbytes)
+        return self._grad
+
+    def _free_grad(self) -> None:
+        if self.policy.grads is SHARDED and self._grad is not None:
+            self.meter.add("grads", -self._grad.nbytes)
+            self._grad = None
+
+    def zero_gaps(self, flat: torch.Tensor) -> None:
+        """Zero what of `flat` [S * N] no parameter lies in."""
+        begin = 0
+        for slot in self.layout.slots:
+            flat[begin : slot.offset].zero_()
+            begin = slot.stop
+        flat[begin:].zero_()
 
     def take_grad(self, index: int) -> None:
         """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing."""
@@ -316,10 +347,10 @@ class FlatBuffer:
         self.written.clear()
         self.pool.started(self)
         in_place = self.policy.grads is FULL
-        received = self.shard_comm.received_bytes(self.grad.nbytes)
-        self.meter.add("reducing", received)
-        self._received_bytes = received
-        self._reducing = self.shard_comm.reduce_scatter(self.grad_full, self.grad, self.gather_tag + 1, add=self._reduced and not in_place)
+        grad, add = self._grad if self._grad is not None else self._make_grad(), self._reduced and not in_place
+        self._received_bytes = self.shard_comm.received_bytes(grad.nbytes, in_place=in_place, add=add)
+        self.meter.add("reducing", self._received_bytes)
+        self._reducing = self.shard_comm.reduce_scatter(self.grad_full, grad, self.gather_tag + 1, add=add)
         if self.replicate_comm.size > 1:
             self._reducing.wait()
             self._reducing = self.replicate_comm.all_reduce(self.grad)
@@ -339,9 +370,11 @@ class FlatBuffer:
             self.grad_full = None
 
     def end_step(self) -> None:
-        """The gradients are used up."""
+        """The gradients are used up, or will be when the host has updated."""
         self._reduced = False
         self.used.clear()
+        if self.updating is None:
+            self._free_grad()
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
@@ -357,6 +390,7 @@ class FlatBuffer:
             self._carry = None
         if self.policy.grads is SHARDED:
             self.grad_full = None
+        self._free_grad()
         self.written.clear()
         self.used.clear()
         self._reduced = False

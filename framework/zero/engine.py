@@ -185,6 +185,7 @@ class ZeroEngine:
         """
         self.check_last_step()
         self._reduce_leftovers()
+        self.pool.give_back()
         asked = self.stop_requested, self.busy()
         sums = norm.sum_over_ranks(self.trained, self.world, self._loss_sum, self._tokens, *asked, self.device)
         sound = (sums.tokens > 0) & sums.same_order

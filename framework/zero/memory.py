@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from framework.config.schema import OffloadConfig
+from framework.zero.comm import received_shards
 from framework.zero.layout import UnitLayout
 from framework.zero.policy import FULL, SHARDED, WORKERS, Policy, offloaded
 
@@ -63,17 +64,20 @@ def state_bytes(
     master_itemsize: int = 4,
     optimizer_itemsize: int = 8,
     prefetch_bytes: int = 0,
+    micro_batches: int = 1,
     messages: bool = False,
     offload: OffloadConfig | None = None,
 ) -> StateBytes:
     """Peak model-state bytes of one rank, from the layouts alone.
 
     `optimizer_itemsize`: bytes of optimizer state per trained element (AdamW with two fp32 moments: 8). `messages`: whether sums are
-    made of point-to-point messages (gloo), which need room for what they receive.
+    made of point-to-point messages (gloo), which need room for what they receive. `micro_batches` of a step.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
-    gathered and beside it those that the prefetch budget admits (at least one); two blocks' gradients in the ring. The most is reached
-    in the middle of backward, or at its end when the root's gradients are reduced.
+    gathered and beside it those that the prefetch budget admits (at least one), or all that are kept after forward; two blocks' gradients
+    in the ring. Shards of gradients come to be in the course of the first backward of a step. So the most is reached in one of its moments:
+    when a block's reduction begins, or at the end that of the root, which is taken to compute before and after the blocks, as an embedding
+    and a head do.
     """
     shards, offload = world_size if policy.optimizer is SHARDED else 1, offload or OffloadConfig()
     trained = [layout for unit in units for layout in unit.layouts if layout.requires_grad]
@@ -104,27 +108,37 @@ def state_bytes(
     def reducing(unit: UnitLayout) -> int:
         return master_itemsize * sum(layout.padded(shards) for layout in unit.layouts if layout.requires_grad)
 
+    def sharded_grads(unit: UnitLayout) -> int:
+        return master_itemsize * sum(layout.shard_numel(shards) for layout in unit.layouts if layout.requires_grad)
+
+    in_place, adds = policy.grads is FULL, policy.grads is SHARDED and micro_batches > 1
+    most_received = received_shards(shards, messages=messages, in_place=in_place, add=adds)
+
     def received(unit: UnitLayout) -> int:
-        if not messages:
-            return 0
-        return master_itemsize * sum((shards - 1) * layout.shard_numel(shards) for layout in unit.layouts if layout.requires_grad)
+        return most_received * sharded_grads(unit)
 
     root, blocks = units[0], units[1:]
 
     def largest(measure: Callable[[UnitLayout], int]) -> int:
         return max((measure(block) for block in blocks), default=0)
 
-    ring = min(2, len(blocks))
-    always = reducing(root) + ring * largest(reducing) if policy.grads is SHARDED else 0
-    ahead = 0
+    always, ahead = reducing(root) if policy.grads is SHARDED else 0, 0
     if policy.params_at_rest is SHARDED:
         always += gathered(root)
-        if blocks and prefetch_bytes:
+        if policy.params_kept is FULL:
+            ahead = len(blocks)
+        elif blocks and prefetch_bytes:
             ahead = max(1, prefetch_bytes // largest(gathered))
-    in_backward = 0
-    for under_way in range(1, ring + 1):  # blocks whose gradients are being summed; those before the last one are released
-        held = min(1 + ahead, len(blocks) - under_way + 1) * largest(gathered) if policy.params_at_rest is SHARDED else 0
-        in_backward = max(in_backward, always + held + under_way * largest(received))
-    at_end = always + received(root) + min(1, len(blocks)) * largest(received)
-    temporary = max(in_backward, at_end)
+
+    def made(units: list[UnitLayout]) -> int:
+        """Bytes of the shards of gradients when `units` have reduced."""
+        return sum(map(sharded_grads, units)) if policy.grads is SHARDED and not adds else grads
+
+    ring = largest(reducing) if policy.grads is SHARDED else 0
+    temporary = always + made(units) + min(2, len(blocks)) * ring + received(root) + min(1, len(blocks)) * largest(received)
+    for done in range(1, len(blocks) + 1):  # blocks, the last one first, whose reduction has begun; that of the one before is under way
+        held = min(1 + ahead, len(blocks) - done + 1) * largest(gathered) if policy.params_at_rest is SHARDED else 0
+        rings = min(2, len(blocks) if adds else done) * ring
+        temporary = max(temporary, always + made(blocks[-done:]) + held + rings + min(2, done) * largest(received))
+    temporary -= grads
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host)

@@ -242,6 +242,16 @@ def trace_second_step(row: Row, world_size: int, rank: int, patch: pytest.Monkey
         trace: Trace = []
         record_calls(trace, patch)
         record_computing(trace, model.blocks, "last.weight")
+        formula = state_bytes(
+            engine.layouts,
+            engine.policy,
+            world_size,
+            rank=rank,
+            compute_itemsize=2,
+            optimizer_itemsize=0,
+            prefetch_bytes=row.zero.prefetch_bytes,
+            micro_batches=row.micro_batches,
+        )
         for mode in (nullcontext(), witness := Witness()):
             trace.clear()
             before = engine.world.bytes_sent
@@ -249,6 +259,7 @@ def trace_second_step(row: Row, world_size: int, rank: int, patch: pytest.Monkey
                 for number in range(row.micro_batches):
                     engine.backward(engine.module(x), 8, last=number == row.micro_batches - 1)
                 engine.step()
+        assert engine.memory.peak == formula.total
         return list(trace), witness.trace, Expected(row, model, "blocks.", world_size).step(), engine.world.bytes_sent - before
 
 

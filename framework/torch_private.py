@@ -22,9 +22,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def backward_id() -> int:
-    """Number of the backward pass that the calling thread is in, -1 outside (also -1 during an ordinary forward)."""
-    return torch._C._current_graph_task_id()
+backward_id: Callable[[], int] = torch._C._current_graph_task_id  # itself: it is called for every parameter
+"""Number of the backward pass that the calling thread is in, -1 outside (also -1 during an ordinary forward)."""
 
 
 def accumulate_node(parameter: torch.Tensor) -> Node:

@@ -38,9 +38,9 @@ class GradPool:
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
         self._block_numel = 0
-        self._free: dict[int, list[tuple[torch.Tensor, tuple]]] = {}
-        """By elements: (buffer, extents of the layout that it was last used for)."""
-        self._in_use: dict[FlatBuffer, torch.Tensor] = {}
+        self._free: dict[int, list[_Room]] = {}
+        """By elements."""
+        self._in_use: dict[FlatBuffer, _Room] = {}
         self._reducing: list[FlatBuffer] = []
 
     def expect(self, buffer: FlatBuffer) -> None:
@@ -48,26 +48,24 @@ class GradPool:
         if buffer.layout.unit:
             self._block_numel = max(self._block_numel, buffer.padded)
 
-    def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
-        """Room for the gradients of `buffer` [S * N], with arbitrary values where its parameters lie."""
+    def acquire(self, buffer: FlatBuffer) -> _Room:
+        """Room for the gradients of `buffer`, with arbitrary values where its parameters lie."""
         numel = self._block_numel if buffer.layout.unit else buffer.padded
         free = self._free.setdefault(numel, [])
         if not free:
             self.finish(keep=1)
         if free:
-            flat, extents = free.pop()
+            room = free.pop()
         else:
-            flat, extents = buffer.full.new_empty(numel, dtype=buffer.master_dtype), None
-            self._meter.add("reducing", flat.nbytes)
-        grads = flat[: buffer.padded]
-        if extents != buffer.extents:
-            buffer.zero_gaps(grads)
-        self._in_use[buffer] = flat
-        return grads
+            room = _Room(buffer.full.new_empty(numel, dtype=buffer.master_dtype))
+            self._meter.add("reducing", room.flat.nbytes)
+        room.lay_out(buffer)
+        self._in_use[buffer] = room
+        return room
 
     def release(self, buffer: FlatBuffer) -> None:
-        flat = self._in_use.pop(buffer)
-        self._free[flat.numel()].append((flat, buffer.extents))
+        room = self._in_use.pop(buffer)
+        self._free[room.flat.numel()].append(room)
 
     def started(self, buffer: FlatBuffer) -> None:
         """`buffer`'s reduction is under way."""
@@ -82,15 +80,34 @@ class GradPool:
     def give_back(self) -> None:
         """Free what nobody uses."""
         for free in self._free.values():
-            self._meter.add("reducing", -sum(flat.nbytes for flat, _ in free))
+            self._meter.add("reducing", -sum(room.flat.nbytes for room in free))
             free.clear()
 
     def drop(self) -> None:
         """Forget everything (after an exception)."""
         self.give_back()
-        self._meter.add("reducing", -sum(flat.nbytes for flat in self._in_use.values()))
+        self._meter.add("reducing", -sum(room.flat.nbytes for room in self._in_use.values()))
         for forgotten in (self._reducing, self._in_use):
             forgotten.clear()
+
+
+class _Room:
+    """Gradients of a whole layout: `flat`, or the beginning of it, and views of it for the parameters."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._slots: tuple | None = None
+
+    def lay_out(self, buffer: FlatBuffer) -> None:
+        """For `buffer` from now on; nothing is to be done where the last one was like it."""
+        if self._slots == buffer.extents:
+            return
+        self._slots = buffer.extents
+        self.grads = self.flat[: buffer.padded]
+        slots = buffer.layout.slots
+        self.views = [self.grads[slot.offset : slot.stop].view(slot.shape) for slot in slots]
+        for begin, end in zip([0, *(slot.stop for slot in slots)], [*(slot.offset for slot in slots), buffer.padded], strict=True):
+            self.grads[begin:end].zero_()
 
 
 class FlatBuffer:
@@ -118,7 +135,7 @@ class FlatBuffer:
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self.shard_numel = layout.shard_numel(shard_comm.size)
         self.padded = layout.padded(shard_comm.size)
-        self.extents = (self.padded, tuple((slot.offset, slot.numel) for slot in layout.slots))
+        self.extents = (self.padded, tuple((slot.offset, slot.shape) for slot in layout.slots))
         self.start = shard_comm.rank * self.shard_numel
         self.permanent = policy.params_at_rest is FULL
         self.parameters: list[nn.Parameter] = []
@@ -159,6 +176,8 @@ class FlatBuffer:
 
         self._grad: torch.Tensor | None = None
         self.grad_full: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
+        """Of `grad_full`, in the shapes of the parameters."""
         self.written: set[int] = set()
         """Slots that hold a gradient in `grad_full`."""
         self.used: set[int] = set()
@@ -170,7 +189,9 @@ class FlatBuffer:
         self._received_bytes = 0
         if layout.requires_grad:
             if policy.grads is FULL:
-                self.grad_full = torch.zeros(self.padded, dtype=master_dtype, device=device)
+                room = _Room(torch.zeros(self.padded, dtype=master_dtype, device=device))
+                room.lay_out(self)
+                self.grad_full, self._grad_views = room.grads, room.views
                 self._grad = self.grad_full[self.start : self.start + self.shard_numel]
                 meter.add("grads", self.grad_full.nbytes)
             else:
@@ -285,8 +306,8 @@ class FlatBuffer:
 
     @property
     def grad(self) -> torch.Tensor:
-        """[S]; zeros where nothing was reduced since the last step. A shard of its own is there from the first reduction of a step until the
-        update has read it."""
+        """[S]; zeros where nothing was reduced since the last step. A shard of its own exists from the first reduction of a step until
+        the update has read it."""
         if self._grad is None:
             self._make_grad().zero_()
         return self._grad
@@ -301,37 +322,35 @@ class FlatBuffer:
             self.meter.add("grads", -self._grad.nbytes)
             self._grad = None
 
-    def zero_gaps(self, flat: torch.Tensor) -> None:
-        """Zero what of `flat` [S * N] no parameter lies in."""
-        begin = 0
-        for slot in self.layout.slots:
-            flat[begin : slot.offset].zero_()
-            begin = slot.stop
-        flat[begin:].zero_()
-
     def take_grad(self, index: int) -> None:
         """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing."""
         parameter = self.parameters[index]
-        if parameter.grad is None:
+        grad = parameter.grad
+        if grad is None:
             return
-        slot = self.layout.slots[index]
         if not self.readable:
+            slot = self.layout.slots[index]
             raise RuntimeError(
                 f"{slot.name} was used outside of the forward of {self.layout.unit or 'the model'}, where its values are not there: "
                 "use it in that forward, or make the method that uses it an entry with engine.wrap_method(...)"
             )
         self._make_room()
-        grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        target = self.grad_full[slot.offset : slot.stop].view(slot.shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        target = self._grad_views[index]
         target.add_(grad) if index in self.written else target.copy_(grad)
         self.written.add(index)
         self.used.add(index)
         parameter.grad = None
 
+    def _forget_grad_full(self) -> None:
+        self.grad_full, self._grad_views = None, []
+
     def _make_room(self) -> None:
         """For gradients in `grad_full`. Sums of this step that were made in place are set aside: they must not be added up twice."""
         if self.grad_full is None:
-            self.grad_full = self.pool.acquire(self)
+            room = self.pool.acquire(self)
+            self.grad_full, self._grad_views = room.grads, room.views
         if self._reduced and self.policy.grads is FULL and self._carry is None:
             self._carry = self.grad.clone()
             self.meter.add("reducing", self._carry.nbytes)
@@ -367,7 +386,7 @@ class FlatBuffer:
             self._carry = None
         if self.policy.grads is SHARDED:
             self.pool.release(self)
-            self.grad_full = None
+            self._forget_grad_full()
 
     def end_step(self) -> None:
         """The gradients are used up, or will be when the host has updated."""
@@ -389,7 +408,7 @@ class FlatBuffer:
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None
         if self.policy.grads is SHARDED:
-            self.grad_full = None
+            self._forget_grad_full()
         self._free_grad()
         self.written.clear()
         self.used.clear()

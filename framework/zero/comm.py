@@ -162,8 +162,8 @@ class Comm:
 
 
 def received_shards(size: int, *, messages: bool, in_place: bool, add: bool) -> int:
-    """How many shards of `size` ranks a reduce-scatter keeps besides input and output: what peers send, where sums are made of messages, but
-    for one that comes straight into an output that holds nothing yet; else a sum that is to be added."""
+    """How many shards of `size` ranks a reduce-scatter keeps besides input and output: what peers send, where sums are made of messages,
+    but for one that comes straight into an output that holds nothing yet; else a sum that is to be added."""
     if size == 1:
         return 0
     return size - 1 - (not in_place and not add) if messages else int(add)

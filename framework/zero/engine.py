@@ -220,8 +220,10 @@ class ZeroEngine:
             torch.cuda.current_stream(self.device).wait_event(self.reading)
             self.reading = None
         if self.sharded_optimizer is not None:
+            states = len(self.sharded_optimizer.torch.state)
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            self._count_optimizer_state()
+            if len(self.sharded_optimizer.torch.state) != states:
+                self._count_optimizer_state()
         written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
             buffer.publish(written=written and buffer.is_written_with_master)

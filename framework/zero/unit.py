@@ -246,7 +246,8 @@ class Unit:
             self.engine.begin_backward()
             buffer.take_grad(index)
             self.pending -= 1
-            self._advance()
+            if not self.pending:
+                self._advance()
 
         return take
 

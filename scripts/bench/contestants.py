@@ -94,8 +94,8 @@ def load_everything(name: str, task: Task) -> None:
 
 
 def build(name: str, task: Task) -> Contestant:
-    """The contestant of this name: `alone`, `ddp`, `fsdp2-keep`, `fsdp2-reshard`, `ours-STAGE` or `deepspeed-STAGE`. The last four may end in
-    `-offload`: masters and optimizer state lie in host memory; `-offload-all`: parameters do, too (of FSDP2, all do)."""
+    """The contestant of this name: `alone`, `ddp`, `fsdp2-keep`, `fsdp2-reshard`, `ours-STAGE` or `deepspeed-STAGE`. With `-offload` at its
+    end, masters and optimizer state lie in host memory; with `-offload-all` parameters, too (FSDP2 has this one only)."""
     kind, _, variant = name.partition("-")
     variant, offloads, rest = variant.partition("-offload")
     offload = "all" if rest else "optimizer" if offloads else "none"

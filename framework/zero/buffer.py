@@ -10,7 +10,7 @@ autograd does not take a gather for an in-place change of the parameters.
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
     master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory
     grad_full              [S * N]  gradients as backward produces them, master dtype
-    grad    master dtype   [S]      this rank's sum over micro-batches and ranks
+    grad    master dtype   [S]      this rank's sum over micro-batches and ranks, from its first reduction to the update
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class ZeroEngine:
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
         group: data-parallel ranks; None: the default group where torch.distributed is initialised, else this process alone.
-        device: where shards live; None: the current CUDA device for a CUDA backend, else the CPU.
+        device: where shards live; None: the current CUDA device for a CUDA backend, else the CPU. meta: a step can be traced, with no data.
         read: source of weights for a meta module: `read(name, start, stop)` gives elements of the flattened parameter.
         seed: of the random initialisation of a meta module.
         show_progress: show the loading of weights (on one rank).

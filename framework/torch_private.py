@@ -30,9 +30,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return getattr(group._get_backend(of).options, "_timeout", None)
 
 
-def backward_id() -> int:
-    """Number of the backward pass that the calling thread is in, -1 outside (also -1 during an ordinary forward)."""
-    return torch._C._current_graph_task_id()
+backward_id: Callable[[], int] = torch._C._current_graph_task_id  # itself: it is called for every parameter
+"""Number of the backward pass that the calling thread is in, -1 outside (also -1 during an ordinary forward)."""
 
 
 def accumulate_node(parameter: torch.Tensor) -> Node:

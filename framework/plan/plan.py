@@ -117,6 +117,7 @@ class Plan:
             master_weights=self.recipe.precision.master_weights,
             optimizer_of=self.optimizer_bytes_of,
             step_bytes=self.step_bytes(stage, rank)[0],
+            micro_batches=self.batch.accumulate,
             messages=self.device_type == "cpu",
             **self._itemsizes,
         )

@@ -13,7 +13,8 @@ autograd does not take a gather for an in-place change of the parameters.
                                 bf16 `shard` and int16 `remainder` [S], or `shard` alone (`PrecisionConfig.master_weights`)
     grad_full              [P]  gradients as backward produces them, master dtype
     grad_chunk             [C]  sums over micro-batches and the ranks of the group, where the policy keeps them so
-    grad    master dtype   [S]  this rank's sum over micro-batches and all ranks: a slice of the two above where they are permanent
+    grad    master dtype   [S]  this rank's sum over micro-batches and all ranks, from its first reduction to the update: a slice of the two
+                                above where the policy has them
 
 What lies on a disk is an extent in `stored`; as a tensor it reads as NaN, too. `masters()` and `rewriting()` lead to its values.
 """
@@ -31,7 +32,7 @@ from framework.config.errors import UserError
 from framework.config.schema import MasterWeights
 from framework.kernels.shard import copy_master_, join_master_
 from framework.zero.comm import Comm, Handle
-from framework.zero.grad_pool import GradPool
+from framework.zero.grad_pool import GradPool, Room
 from framework.zero.grid import Grid, extents_of
 from framework.zero.groups import Groups
 from framework.zero.layout import Layout, Piece, Slot
@@ -67,7 +68,7 @@ class FlatBuffer:
         self.compute_dtype, self.master_dtype = compute_dtype, master_dtype
         self._extents = extents = extents_of(layout, policy, grid)
         self.shard_numel, self.padded, self.start = extents.shard_numel, extents.padded, extents.shard.start
-        self.extents = (self.padded, tuple((slot.offset, slot.numel) for slot in layout.slots))
+        self.extents = (self.padded, tuple((slot.offset, slot.shape) for slot in layout.slots))
         self._in_parts = extents.shard != extents.chunk
         """Whether a group's chunk is cut into parts, one for each group."""
         self._gather_route = groups.route("gather", grid, across=self._in_parts)
@@ -141,9 +142,11 @@ class FlatBuffer:
         """The read of `shard` from the disk into `full`, before it can be gathered."""
         self._gathering: Handle | None = None
 
-        self.grad: torch.Tensor | None = None
+        self._grad: torch.Tensor | None = None
         self.grad_full: torch.Tensor | None = None
         self._grad_chunk: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
+        """Of `grad_full`, in the shapes of the parameters."""
         self.written: set[int] = set()
         """Slots that hold a gradient in `grad_full`."""
         self.used: set[int] = set()
@@ -157,12 +160,12 @@ class FlatBuffer:
         self._received_bytes = 0
         if layout.requires_grad:
             if policy.grads is FULL:
-                self.grad_full = torch.zeros(self.padded, dtype=master_dtype, device=device)
-                self.grad = self.grad_full[extents.shard]
+                room = Room(torch.zeros(self.padded, dtype=master_dtype, device=device))
+                room.lay_out(self)
+                self.grad_full, self._grad_views = room.grads, room.views
+                self._grad = self.grad_full[extents.shard]
                 meter.add("grads", self.grad_full.nbytes)
             else:
-                held = torch.zeros(extents.numel(policy.grads), dtype=master_dtype, device=device)
-                meter.add("grads", held.nbytes)
                 pool.expect(self)
                 self._grad_chunk = held if policy.grads is GROUP else None
                 self.grad = held[self._part] if policy.grads is GROUP else held
@@ -370,6 +373,7 @@ class FlatBuffer:
         if self.updating is not None:
             wait(self.updating)
             self.updating = None  # only now: one that failed, or was not waited for to its end, is never passed over
+            self._free_grad()
 
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
@@ -391,30 +395,57 @@ class FlatBuffer:
 
     # -- gradients ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def grad(self) -> torch.Tensor:
+        """[S]; zeros where nothing was reduced since the last step. One of its own exists from the first reduction of a step until the
+        update has read it."""
+        if self._grad is None:
+            self._make_grad().zero_()
+        return self._grad
+
+    def _make_grad(self) -> torch.Tensor:
+        """Room for what stays of the gradients between micro-batches."""
+        held = self.full.new_empty(self._extents.numel(self.policy.grads), dtype=self.master_dtype)
+        self.meter.add("grads", held.nbytes)
+        self._grad_chunk = held if self.policy.grads is GROUP else None
+        self._grad = held[self._part] if self.policy.grads is GROUP else held
+        return held
+
+    def _free_grad(self) -> None:
+        if self.policy.grads is not FULL and self._grad is not None:
+            self.meter.add("grads", -(self._grad if self._grad_chunk is None else self._grad_chunk).nbytes)
+            self._grad = self._grad_chunk = None
+
     def take_grad(self, index: int, *, by_hand: bool) -> None:
         """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing.
         `by_hand`: in a manual step, where the parameters may be released by then."""
         parameter = self.parameters[index]
-        if parameter.grad is None:
+        grad = parameter.grad
+        if grad is None:
             return
-        slot = self.layout.slots[index]
         if not by_hand and not self.readable:
+            slot = self.layout.slots[index]
             raise RuntimeError(
                 f"{slot.name} was used outside of the forward of {self.layout.unit or 'the model'}, where its values are not there: "
                 "use it in that forward, or make the method that uses it an entry with engine.wrap_method(...)"
             )
         self._make_room()
-        grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        target = self.grad_full[slot.offset : slot.stop].view(slot.shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        target = self._grad_views[index]
         target.add_(grad) if index in self.written else target.copy_(grad)
         self.written.add(index)
         self.used.add(index)
         parameter.grad = None
 
+    def _forget_grad_full(self) -> None:
+        self.grad_full, self._grad_views = None, []
+
     def _make_room(self) -> None:
         """For gradients in `grad_full`. Sums of this step that were made in place are set aside: they must not be added up twice."""
         if self.grad_full is None:
-            self.grad_full = self.pool.acquire(self)
+            room = self.pool.acquire(self)
+            self.grad_full, self._grad_views = room.grads, room.views
         if self._reduced and self._carry is None:
             self._carry = self.grad.clone()
             self.meter.add("reducing", self._carry.nbytes)
@@ -433,38 +464,41 @@ class FlatBuffer:
                 self.grad_full[slot.offset : slot.stop].zero_()
         self.written.clear()
         self.pool.started(self)
+        if self._grad is None:
+            self._make_grad()
         inside, add = self._reduce_route.inside, self._summed and placement is not FULL
         if placement is WORLD and self._in_parts:
             chunk = self.grad_full[self._extents.chunk]
-            self._started(chunk, inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=False), add=add)
+            handle = inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=False)
+            self._started(chunk, handle, inside.received_bytes(chunk.nbytes, in_place=True, add=False), add=add)
         else:
-            chunk = self.grad_full[self._extents.chunk] if placement is FULL else self.grad if placement is WORLD else self._grad_chunk
+            chunk = self.grad_full[self._extents.chunk] if placement is FULL else self._grad if placement is WORLD else self._grad_chunk
             handle = inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=add)
-            self._started(chunk, handle, between_groups=last)
+            received = inside.received_bytes(chunk.nbytes, in_place=placement is FULL, add=add)
+            self._started(chunk, handle, received, between_groups=last)
         self._summed = True
 
     def reduce_leftovers(self) -> None:
         """Begin what the last micro-batch of the step would have done, where none was said to be it."""
         if self.policy.grads is FULL:
             self.reduce(last=True)
-        elif self._sums_in_place:
+        elif self._sums_in_place and self._grad_chunk is not None:
             self.pool.started(self)
-            self._started(self._grad_chunk, Handle([]))
+            self._started(self._grad_chunk, Handle([]), 0)
 
     @property
     def _sums_in_place(self) -> bool:
         """Whether the sum over all ranks overwrites what was summed up until then, so that it can be made once a step only."""
         return self.policy.grads is FULL or (self.policy.grads is GROUP and self._reduce_route.across.size > 1)
 
-    def _started(self, chunk: torch.Tensor, handle: Handle, *, between_groups: bool = True, add: bool = False) -> None:
-        """The sum over the group is under way, to `chunk` [C]; that over the groups follows."""
+    def _started(self, chunk: torch.Tensor, handle: Handle, received: int, *, between_groups: bool = True, add: bool = False) -> None:
+        """The sum over the group is under way, to `chunk` [C], in so many bytes; that over the groups follows."""
         across = self._reduce_route.across
-        received = self._reduce_route.inside.received_bytes(chunk.nbytes)
         if between_groups and across.size > 1:
             if self._in_parts:
-                received = max(received, across.received_bytes(self.grad.nbytes))
+                received = max(received, across.received_bytes(self._grad.nbytes, in_place=self.policy.grads is not WORLD, add=add))
                 handle = handle.then(
-                    lambda: across.reduce_scatter(chunk, self.grad, self.gather_tag + 1, add=add), self._reduce_route.stream
+                    lambda: across.reduce_scatter(chunk, self._grad, self.gather_tag + 1, add=add), self._reduce_route.stream
                 )
             else:
                 handle = handle.then(lambda: across.all_reduce(chunk), self._reduce_route.stream)
@@ -483,12 +517,14 @@ class FlatBuffer:
             self._carry = None
         if self.policy.grads is not FULL and self.grad_full is not None:
             self.pool.release(self)
-            self.grad_full = None
+            self._forget_grad_full()
 
     def end_step(self) -> None:
-        """The gradients are used up."""
+        """The gradients are used up, or will be when the host has updated."""
         self._summed = self._reduced = False
         self.used.clear()
+        if self.updating is None:
+            self._free_grad()
 
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
@@ -505,7 +541,8 @@ class FlatBuffer:
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None
         if self.policy.grads is not FULL:
-            self.grad_full = None
+            self._forget_grad_full()
+        self._free_grad()
         self.written.clear()
         self.used.clear()
         self._summed = self._reduced = False

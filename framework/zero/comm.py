@@ -171,7 +171,8 @@ class Comm:
             target = torch.empty_like(out) if add else out
             work = torch_private.reduce_scatter_single(target, full, group=self.group, async_op=True)
             return Handle([work], finish=(lambda: _put(out, target, True)) if add else None, keep=(full, target))
-        received = full.new_empty(self.size - 1, numel)  # [peers in rank order, S]
+        is_free = not add and out.data_ptr() != mine.data_ptr()  # so that a message may come straight into `out`
+        received = [*[out] * is_free, *full.new_empty(self.size - 1 - is_free, numel)]  # of the peers in rank order, [S] each
         works = [dist.irecv(received[row], group=self.group, group_src=peer, tag=tag) for row, peer in enumerate(sorted(self._peers()))]
         for peer in self._peers():
             works.append(dist.isend(full[peer * numel : (peer + 1) * numel], group=self.group, group_dst=peer, tag=tag))
@@ -183,7 +184,7 @@ class Comm:
                 total.add_(part)
             _put(out, total, add)
 
-        return Handle(works, finish, keep=(full, received))
+        return Handle(works, finish, keep=(full, *received))
 
     @_whole_or_lost
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
@@ -222,9 +223,9 @@ class Comm:
         except RuntimeError:
             self.traffic.lost = True
 
-    def received_bytes(self, shard_bytes: int) -> int:
-        """Memory that a reduce-scatter needs besides its input, in bytes, for the messages' way of doing it."""
-        return (self.size - 1) * shard_bytes if self.messages else 0
+    def received_bytes(self, shard_bytes: int, *, in_place: bool, add: bool) -> int:
+        """Memory that a reduce-scatter needs besides its input and output, in bytes. See `received_shards`."""
+        return received_shards(self.size, messages=self.messages, in_place=in_place, add=add) * shard_bytes
 
     def _begin(self, nbytes: int, tag: int = 0) -> None:
         if self.traffic.lost or self.traffic.torn:
@@ -236,6 +237,14 @@ class Comm:
     def _peers(self) -> list[int]:
         """The other ranks, beginning with the next one, so that not all send to rank 0 first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+def received_shards(size: int, *, messages: bool, in_place: bool, add: bool) -> int:
+    """How many shards of `size` ranks a reduce-scatter keeps besides input and output: what peers send, where sums are made of messages,
+    but for one that comes straight into an output that holds nothing yet; else a sum that is to be added."""
+    if size == 1:
+        return 0
+    return size - 1 - (not in_place and not add) if messages else int(add)
 
 
 def _put(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:

@@ -58,7 +58,7 @@ class ZeroEngine:
             None: evaluation only.
         grad_clip: largest global gradient norm; None: no clipping.
         group: data-parallel ranks; None: the default group where torch.distributed is initialised, else this process alone.
-        device: where shards live; None: the current CUDA device for a CUDA backend, else the CPU.
+        device: where shards live; None: the current CUDA device for a CUDA backend, else the CPU. meta: a step can be traced, with no data.
         read: source of weights for a meta module: `read(name, start, stop)` gives elements of the flattened parameter.
         seed: of the random initialisation of a meta module.
         show_progress: show the loading of weights (on one rank).
@@ -205,6 +205,7 @@ class ZeroEngine:
         self.check_last_step()
         refuse.assigned_gradients(self)
         self._reduce_leftovers()
+        self.pool.give_back()
         asked = self.stop_requested, self.busy()
         sums = norm.sum_over_ranks(self.trained, self.world, self.loss_sum, self._tokens, *asked, self.device)
         sound = (sums.tokens > 0) & sums.same_order
@@ -239,8 +240,10 @@ class ZeroEngine:
         self.wait_for_readers()
         self.updating = True
         if self.sharded_optimizer is not None:
+            states = len(self.sharded_optimizer.torch.state)
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            self._count_optimizer_state()
+            if len(self.sharded_optimizer.torch.state) != states:
+                self._count_optimizer_state()
         written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
             buffer.publish(written=written and buffer.is_written_with_master)

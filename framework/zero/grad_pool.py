@@ -1,7 +1,7 @@
 """Room for gradients on their way from backward to their sum over ranks: a few buffers that all blocks use in turn.
 
-Gaps and padding must be zero: they are when a buffer is made, only parameters are written into it, and it is zeroed when a block with
-another layout takes it over.
+Gaps and padding must be zero: they are made so for the first block with a layout, and only parameters are written into the buffer. All of
+it is given back between steps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class GradPool:
         self._meter = meter
         self._block_numel = {False: 0, True: 0}
         """By `layout.fp32`."""
-        self._free: dict[tuple[bool, int], list[tuple[torch.Tensor, tuple]]] = {}
-        """By `layout.fp32` and elements: (buffer, extents of the layout that it was last used for)."""
-        self._in_use: dict[FlatBuffer, torch.Tensor] = {}
+        self._free: dict[tuple[bool, int], list[Room]] = {}
+        """By `layout.fp32` and elements."""
+        self._in_use: dict[FlatBuffer, Room] = {}
         self._reducing: list[FlatBuffer] = []
 
     def expect(self, buffer: FlatBuffer) -> None:
@@ -33,26 +33,24 @@ class GradPool:
         if buffer.layout.unit:
             self._block_numel[buffer.layout.fp32] = max(self._block_numel[buffer.layout.fp32], buffer.padded)
 
-    def acquire(self, buffer: FlatBuffer) -> torch.Tensor:
-        """Room for the gradients of `buffer` [S * N], with arbitrary values where its parameters lie."""
+    def acquire(self, buffer: FlatBuffer) -> Room:
+        """Room for the gradients of `buffer`, with arbitrary values where its parameters lie."""
         numel = self._block_numel[buffer.layout.fp32] if buffer.layout.unit else buffer.padded
         free = self._free.setdefault((buffer.layout.fp32, numel), [])
         if not free:
             self._finish_all_but_one(buffer.layout.fp32)
         if free:
-            flat, extents = free.pop()
+            room = free.pop()
         else:
-            flat, extents = buffer.full.new_zeros(numel, dtype=buffer.master_dtype), buffer.extents
-            self._meter.add("reducing", flat.nbytes)
-        grads = flat[: buffer.padded]
-        if extents != buffer.extents:
-            grads.zero_()
-        self._in_use[buffer] = flat
-        return grads
+            room = Room(buffer.full.new_empty(numel, dtype=buffer.master_dtype))
+            self._meter.add("reducing", room.flat.nbytes)
+        room.lay_out(buffer)
+        self._in_use[buffer] = room
+        return room
 
     def release(self, buffer: FlatBuffer) -> None:
-        flat = self._in_use.pop(buffer)
-        self._free[buffer.layout.fp32, flat.numel()].append((flat, buffer.extents))
+        room = self._in_use.pop(buffer)
+        self._free[buffer.layout.fp32, room.flat.numel()].append(room)
 
     def started(self, buffer: FlatBuffer) -> None:
         """`buffer`'s reduction is under way."""
@@ -70,9 +68,34 @@ class GradPool:
         while self._reducing:
             self._reducing.pop(0).finish_reduce()
 
+    def give_back(self) -> None:
+        """Free what nobody uses."""
+        for free in self._free.values():
+            self._meter.add("reducing", -sum(room.flat.nbytes for room in free))
+            free.clear()
+
     def drop(self) -> None:
         """Forget everything (after an exception)."""
-        for flat in (*self._in_use.values(), *(flat for free in self._free.values() for flat, _ in free)):
-            self._meter.add("reducing", -flat.nbytes)
-        for forgotten in (self._reducing, self._in_use, self._free):
+        self.give_back()
+        self._meter.add("reducing", -sum(room.flat.nbytes for room in self._in_use.values()))
+        for forgotten in (self._reducing, self._in_use):
             forgotten.clear()
+
+
+class Room:
+    """Gradients of a whole layout: `flat`, or the beginning of it, and views of it for the parameters."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._slots: tuple | None = None
+
+    def lay_out(self, buffer: FlatBuffer) -> None:
+        """For `buffer` from now on; nothing is to be done where the last one was like it."""
+        if self._slots == buffer.extents:
+            return
+        self._slots = buffer.extents
+        self.grads = self.flat[: buffer.padded]
+        slots = buffer.layout.slots
+        self.views = [self.grads[slot.offset : slot.stop].view(slot.shape) for slot in slots]
+        for begin, end in zip([0, *(slot.stop for slot in slots)], [*(slot.offset for slot in slots), buffer.padded], strict=True):
+            self.grads[begin:end].zero_()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from framework.config.schema import ZeroConfig
+from framework.zero.comm import received_shards
 from framework.zero.layout import ALIGN, Layout, UnitLayout
 from framework.zero.policy import FULL, WORLD, Placement, Policy, policy_of
 
@@ -96,11 +97,17 @@ class Place(NamedTuple):
     def in_parts(self) -> bool:
         return self.extents.shard != self.extents.chunk
 
-    @property
-    def received_numel(self) -> int:
-        """Elements that a sum made of messages needs room for at a time."""
-        parts = (self.grid.groups - 1) * self.extents.shard_numel if self.in_parts else 0
-        return max((self.grid.members - 1) * self.extents.chunk_numel, parts)
+    def received_numel(self, *, messages: bool, adds: bool) -> int:
+        """Elements that a sum over the ranks needs room for at a time, beside its input and output. See `comm.received_shards`."""
+        members, groups, size = self.grid.members, self.grid.groups, self.extents.chunk_numel
+        if self.in_parts and self.policy.grads is WORLD:
+            inside = received_shards(members, messages=messages, in_place=True, add=False) * size
+            return max(inside, received_shards(groups, messages=messages, in_place=False, add=adds) * self.extents.shard_numel)
+        in_place = self.policy.grads is FULL
+        received = received_shards(members, messages=messages, in_place=in_place, add=adds and not in_place) * size
+        if self.in_parts:
+            received = max(received, received_shards(groups, messages=messages, in_place=True, add=False) * self.extents.shard_numel)
+        return received
 
 
 def place_of(layout: Layout, usual: Policy, world_size: int, group_size: int | None, rank: int) -> Place:

@@ -71,6 +71,7 @@ def state_bytes(
     optimizer_of: Callable[[Piece], int] | None = None,
     step_bytes: int = 0,
     prefetch_bytes: int = 0,
+    micro_batches: int = 1,
     messages: bool = False,
     offload: OffloadConfig | None = None,
 ) -> StateBytes:
@@ -79,11 +80,13 @@ def state_bytes(
     `policy`: of layouts that have none of their own. `group_size`: ranks of a shard group, None for all. `optimizer_itemsize`: bytes of
     optimizer state per trained element (AdamW with two fp32 moments: 8), `optimizer_of` those of a piece where they are not the same for
     all. `step_bytes`: what the optimizer's step needs for itself. `messages`: whether sums are made of point-to-point messages (gloo),
-    which need room for what they receive.
+    which need room for what they receive. `micro_batches` of a step.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
     gathered and beside it those that the prefetch budget admits (at least one), and what is kept for their backward; two blocks'
-    gradients in the ring. The most is reached in the middle of backward, or at its end when the root's gradients are reduced.
+    gradients in the ring. Shards of gradients come to be in the course of the first backward of a step. So the most is reached in one of
+    its moments: when a block's reduction begins, or at the end that of the root, which is taken to compute before and after the blocks, as
+    an embedding and a head do.
     """
     offload = offload or OffloadConfig()
     layouts = [layout for unit in units for layout in unit.layouts]
@@ -121,7 +124,8 @@ def state_bytes(
         host += min(workers(offload), len(staged)) * (rooms + copies)
     if "nvme" in (offload.optimizer, offload.params):
         host += STAGING_BYTES
-    temporary = _temporary(units, places, compute_itemsize, master_itemsize, step_bytes, prefetch_bytes, messages)
+    adds = micro_batches > 1
+    temporary = _temporary(units, places, compute_itemsize, master_itemsize, step_bytes, prefetch_bytes, adds, messages) - grads
     return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host, disk=disk)
 
 
@@ -132,9 +136,10 @@ def _temporary(
     master_itemsize: int,
     step_bytes: int,
     prefetch_bytes: int,
+    adds: bool,
     messages: bool,
 ) -> int:
-    """The most that a step needs beside what stays."""
+    """The most that a step needs beside what stays, with all gradients. `adds`: whether micro-batches are added up."""
 
     def gathered(unit: UnitLayout, *kept: Placement) -> int:
         """Bytes of parameters that are released between uses; `kept`: only those that are kept so until backward."""
@@ -156,34 +161,48 @@ def _temporary(
         trained = [places[layout] for layout in unit.layouts if layout.requires_grad and layout.fp32 in fp32]
         return [master_itemsize * place.extents.padded for place in trained if place.policy.grads is not FULL]
 
-    def ring_bytes(fp32: bool) -> int:
-        of_blocks = [in_ring(block, fp32) for block in blocks]
-        flats = min(max(map(len, of_blocks), default=0) + 1, sum(map(len, of_blocks)))
-        return flats * max((nbytes for block in of_blocks for nbytes in block), default=0)
+    def ring_bytes(used: list[UnitLayout]) -> int:
+        """The ring when `used` blocks have passed through it."""
+        nbytes = 0
+        for fp32 in (False, True):
+            of_used = [in_ring(block, fp32) for block in (blocks if adds else used)]
+            flats = min(max(map(len, of_used), default=0) + 1, sum(map(len, of_used)))
+            nbytes += flats * max((size for block in blocks for size in in_ring(block, fp32)), default=0)
+        return nbytes
+
+    def made(reduced: list[UnitLayout]) -> int:
+        """Gradients that stay between micro-batches, when those of `reduced` have been."""
+        trained = [layout for unit in units for layout in unit.layouts if layout.requires_grad]
+        there = (
+            trained
+            if adds
+            else [each for each in trained if places[each].policy.grads is FULL or any(each in unit.layouts for unit in reduced)]
+        )
+        return master_itemsize * sum(places[layout].extents.numel(places[layout].policy.grads) for layout in there)
 
     def received(unit: UnitLayout) -> int:
-        return sum(master_itemsize * places[layout].received_numel for layout in unit.layouts if layout.requires_grad) if messages else 0
+        trained = [places[layout] for layout in unit.layouts if layout.requires_grad]
+        return master_itemsize * sum(place.received_numel(messages=messages, adds=adds) for place in trained)
 
     root, blocks = units[0], units[1:]
 
     def largest(measure: Callable[[UnitLayout], int]) -> int:
         return max((measure(block) for block in blocks), default=0)
 
-    under_way_at_most = min(2, len(blocks))
-    ring = sum(in_ring(root, False, True)) + ring_bytes(False) + ring_bytes(True)
-    in_step = ring + step_bytes  # when nothing is gathered any more
-    always = ring + gathered(root)
+    root_grads = sum(in_ring(root, False, True))
+    always = root_grads + gathered(root)
     passing = largest(lambda block: gathered(block, WORLD, GROUP))
     released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
     ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0
-    in_backward = 0
-    for under_way in range(1, under_way_at_most + 1):  # blocks whose gradients are being summed; those before the last one are released
-        left = blocks[: len(blocks) - under_way + 1]
+    most = root_grads + made(units) + ring_bytes(blocks) + step_bytes  # in the optimizer's step, when nothing is gathered any more
+    most = max(most, always + made(units) + ring_bytes(blocks) + received(root) + min(1, len(blocks)) * largest(received))
+    for done in range(1, len(blocks) + 1):  # blocks, the last one first, whose reduction has begun; that of the one before is under way
+        left = blocks[: len(blocks) - done + 1]
         held = min(1 + ahead, released, len(left)) * passing + sum(gathered(block, FULL) for block in left)
-        held += sum(secondary(block) for block in blocks[: len(blocks) - max(1, under_way - 1)])
-        in_backward = max(in_backward, always + held + under_way * largest(received))
-    at_end = always + received(root) + min(1, len(blocks)) * largest(received)
-    return max(in_backward, at_end, in_step)
+        held += sum(secondary(block) for block in blocks[: len(blocks) - max(1, done - 1)])
+        reduced = blocks[-done:]
+        most = max(most, always + made(reduced) + held + ring_bytes(reduced) + min(2, done) * largest(received))
+    return most
 
 
 def disk_traffic(

@@ -123,7 +123,7 @@ class ShardedOptimizer:
         """Update with gradient = `buffer.grad` * `factor`; where `finite` is False nothing changes (fused optimizers; for others the caller
         has looked). `is_used[offsets[id(buffer)] + slot index]` says which parameters any rank used."""
         if self._flat is not None:
-            self._flat.step(torch.where(finite, factor, torch.nan), is_used, offsets)
+            self._flat.step(factor.masked_fill(~finite, torch.nan), is_used, offsets)  # `torch.where` would copy the number and wait
             self._step_torch()  # without gradients: nothing but the hooks and the counters that users put there
             return
         in_kernel = self.scales_in_kernel

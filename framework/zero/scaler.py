@@ -43,12 +43,12 @@ class LossScaler:
             return
         overflows = torch.where(finite, self._overflows, self._overflows + 1)
         shrinks = overflows >= self._hysteresis
-        good_steps = torch.where(finite, self._good_steps + 1, 0)
+        good_steps = (self._good_steps + 1).masked_fill(~finite, 0)  # `torch.where` would copy the 0 to the device and wait
         grows = good_steps >= self._window
         smaller, larger = (self.scale / GROWTH).clamp(min=self._least), self.scale * GROWTH
         self.scale = torch.where(shrinks, smaller, torch.where(grows, larger, self.scale))
-        self._good_steps = torch.where(grows, 0, good_steps)
-        self._overflows = torch.where(shrinks | grows, 0, overflows)
+        self._good_steps = good_steps.masked_fill(grows, 0)
+        self._overflows = overflows.masked_fill(shrinks | grows, 0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale.item(), "good_steps": self._good_steps.item(), "overflows": self._overflows.item()}

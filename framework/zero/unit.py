@@ -283,7 +283,8 @@ class Unit:
             self.engine.begin_backward()
             buffer.take_grad(index, by_hand=self.engine.by_hand is not None)
             self.pending -= 1
-            self._advance()
+            if not self.pending:
+                self._advance()
 
         return take
 

@@ -16,17 +16,19 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from framework.config.schema import LlamaConfig, PrecisionConfig, ZeroConfig
+from framework.config.schema import LlamaConfig, OffloadConfig, PrecisionConfig, ZeroConfig
 from framework.models.llama import Llama
 from framework.zero import ZeroEngine
 
 MODELS = {
     "small": LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8),
     "tiny": LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4),
+    "narrow": LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=48, num_attention_heads=2),
 }
+"""`narrow` computes next to nothing in many blocks: what is left of a step is what engines do for each."""
 REFERENCE = "alone"
 """Plain torch on each rank, without any exchange: what a step costs with no engine at all."""
 GRAD_CLIP = 1.0
@@ -65,6 +67,8 @@ class Contestant:
 
     engine: ZeroEngine | None = None
     """Ours only: it has meters of its own."""
+    offload: OffloadConfig | None = None
+    """Ours only."""
     holder: object = None
     """What has the state that a checkpoint saves: ours, torch's (model, optimizer), or DeepSpeed's engine."""
 
@@ -90,37 +94,45 @@ def load_everything(name: str, task: Task) -> None:
 
 
 def build(name: str, task: Task) -> Contestant:
-    """The contestant of this name: `alone`, `ddp`, `fsdp2-keep`, `fsdp2-reshard`, `ours-STAGE` or `deepspeed-STAGE`."""
+    """The contestant of this name: `alone`, `ddp`, `fsdp2-keep`, `fsdp2-reshard`, `ours-STAGE` or `deepspeed-STAGE`. With `-offload` at its
+    end, masters and optimizer state lie in host memory; with `-offload-all` parameters, too (FSDP2 has this one only)."""
     kind, _, variant = name.partition("-")
-    return {"alone": _alone, "ours": _ours, "ddp": _ddp, "fsdp2": _fsdp2, "deepspeed": _deepspeed}[kind](task, variant)
+    variant, offloads, rest = variant.partition("-offload")
+    offload = "all" if rest else "optimizer" if offloads else "none"
+    return {"alone": _alone, "ours": _ours, "ddp": _ddp, "fsdp2": _fsdp2, "deepspeed": _deepspeed}[kind](task, variant, offload)
 
 
-def _ours(task: Task, stage: str) -> Contestant:
+def _ours(task: Task, stage: str, offload: str) -> Contestant:
     model = task.model()
     zero = ZeroConfig(stage=int(stage), prefetch_bytes=_block_numel(model) * _dtype(task).itemsize)
-    engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype=task.precision), optimizer=_adamw(model), grad_clip=GRAD_CLIP)
+    host = OffloadConfig(optimizer="none" if offload == "none" else "cpu", params="cpu" if offload == "all" else "none")
+    precision = PrecisionConfig(compute_dtype=task.precision)
+    engine = ZeroEngine(model, zero, precision, host, optimizer=_adamw(model), grad_clip=GRAD_CLIP)
     contestant = Contestant(
         lambda input_ids, labels: engine.module(input_ids, labels, trained_tokens=task.tokens) / task.tokens,
         lambda loss: engine.backward(loss * task.tokens, task.tokens),
         engine.step,
     )
     contestant.engine = contestant.holder = engine
+    contestant.offload = host
     return contestant
 
 
-def _alone(task: Task, _: str) -> Contestant:
+def _alone(task: Task, *_: str) -> Contestant:
     model = task.model()
     return _torch_contestant(task, model, model)
 
 
-def _ddp(task: Task, _: str) -> Contestant:
+def _ddp(task: Task, *_: str) -> Contestant:
     model = task.model()
     return _torch_contestant(task, model, DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
-def _fsdp2(task: Task, variant: str) -> Contestant:
+def _fsdp2(task: Task, variant: str, offload: str) -> Contestant:
     model = task.model()
     options = {"reshard_after_forward": variant == "reshard"}
+    if offload == "all":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if task.precision != "float32":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=_dtype(task), reduce_dtype=torch.float32)
     for block in model.model.layers:
@@ -148,12 +160,13 @@ def _torch_contestant(task: Task, model: nn.Module, entry: nn.Module, *, casts: 
     return contestant
 
 
-def _deepspeed(task: Task, stage: str) -> Contestant:
+def _deepspeed(task: Task, stage: str, offload: str) -> Contestant:
     import deepspeed  # seconds to import, and not always there
 
     model = task.model()
     block_numel = _block_numel(model)
     bucket_numel = BUCKET_BYTES // 4
+    host = {"device": "cpu", "pin_memory": False}
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=_adamw(model),
@@ -162,6 +175,7 @@ def _deepspeed(task: Task, stage: str) -> Contestant:
             "train_micro_batch_size_per_gpu": task.micro_batch,
             "gradient_clipping": GRAD_CLIP,
             "bf16": {"enabled": task.precision == "bfloat16"},
+            "zero_force_ds_cpu_optimizer": False,  # everybody has torch's AdamW
             "zero_optimization": {
                 "stage": int(stage),
                 "reduce_bucket_size": bucket_numel,
@@ -169,6 +183,8 @@ def _deepspeed(task: Task, stage: str) -> Contestant:
                 "stage3_prefetch_bucket_size": block_numel,
                 "stage3_max_live_parameters": 2 * block_numel,
                 "stage3_max_reuse_distance": 0,  # release after forward whatever comes next
+                **({} if offload == "none" else {"offload_optimizer": host}),
+                **({"offload_param": host} if offload == "all" else {}),
             },
         },
     )

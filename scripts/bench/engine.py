@@ -1,8 +1,9 @@
 """Our engine against DDP, FSDP2 and DeepSpeed: step time, memory and bytes sent, on the same small Llama, in one run.
 
-    python scripts/bench/engine.py                       the tables of README.md, about 5 minutes
-    python scripts/bench/engine.py --size tiny --quick   whether it works, in seconds
+    python scripts/bench/engine.py                       the tables of README.md, in less than 8 minutes
+    python scripts/bench/engine.py --size tiny --quick   whether it works, in a minute
     python scripts/bench/engine.py --profile ours-3      where the time of a step goes
+    python scripts/bench/engine.py --profile ours-3 --timeline timeline.json   when what runs: for chrome://tracing or ui.perfetto.dev
 
 On a shared machine a median says little by itself. Peers take turns of a few steps, in changing order, and a ratio is the median of
 the ratios of turns that were next to each other.
@@ -16,7 +17,7 @@ import os
 import statistics
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
@@ -36,9 +37,14 @@ PEERS = {
     "ours-1": ("deepspeed-1",),
     "ours-2": ("fsdp2-keep", "deepspeed-2"),
     "ours-3": ("fsdp2-reshard", "deepspeed-3"),
+    "ours-2-offload": ("deepspeed-2-offload",),
+    "ours-3-offload": ("deepspeed-3-offload",),
+    "ours-3-offload-all": ("fsdp2-reshard-offload-all", "deepspeed-3-offload-all"),
 }
 """Who is compared with whom: the same placement of parameters, gradients and optimizer state. FSDP2 that keeps parameters after forward
 still frees them after backward, where stage 2 never does."""
+PER_BLOCK = (REFERENCE, "ours-0", "ddp", "ours-1", "ours-2", "fsdp2-keep", "deepspeed-2", "ours-3", "fsdp2-reshard", "deepspeed-3")
+"""Whose time per block is measured, on one rank and the `narrow` model, where neither computing nor sending takes any."""
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 COMPARED_STEPS = 10
 """Losses must agree in the first steps; later, what differs in the last bit has grown (plain torch in fp32 and fp64 part alike)."""
@@ -56,6 +62,9 @@ class Row:
     """The most in use within a step; activations are part of it."""
     own_resting_bytes: int | None = None
     own_peak_bytes: int | None = None
+    peak_by_formula: int | None = None
+    """What `own_peak_bytes` and `own_sent_bytes` should be, see theory.py."""
+    sent_by_theory: int | None = None
     losses: list[float] = field(default_factory=list)
     """Mean over the ranks, of every step."""
     turn_s: list[float] = field(default_factory=list)
@@ -77,15 +86,17 @@ def main() -> None:
     here = machine()
     print(heading(here, task, args), flush=True)
     groups = []
-    for stage in args.stages:
-        ours = f"ours-{stage}"
+    for ours in (name for name in PEERS if int(name.split("-")[1]) in args.stages and (args.offload or "offload" not in name)):
         groups.append(run_group([REFERENCE, ours, *filter(is_installed, PEERS[ours])], task, args))
         print(table_rows(groups[-1]), flush=True)
     check_losses(groups, task)
     ratios = [ratio for group in groups for ratio in compare(group)]
     print(ratio_table(ratios))
+    print(theory_table(groups), flush=True)
+    per_block = run_per_block(task, args)
+    print(per_block_table(per_block))
     if args.json:
-        rows = [vars(row) | {"step_s": row.step_s} for group in groups for row in group]
+        rows = [vars(row) | {"step_s": row.step_s} for group in (*groups, per_block) for row in group]
         facts = {"date": str(date.today()), "machine": here, "settings": vars(args)}
         Path(args.json).write_text(json.dumps(facts | {"rows": rows, "ratios": ratios}, indent=1, default=str))
 
@@ -100,13 +111,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--precision", choices=LOSS_TOLERANCE, default="float32")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples per rank and step (default 1: the engine matters most)")
     parser.add_argument("--tokens-per-sample", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=12, help="turns of every contestant (default 12)")
+    parser.add_argument(
+        "--offload", action=argparse.BooleanOptionalAction, default=True, help="with and without (default), or only without"
+    )
+    parser.add_argument("--rounds", type=int, default=8, help="turns of every contestant (default 8)")
     parser.add_argument("--steps-per-turn", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1)")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps: the numbers mean nothing")
     parser.add_argument("--json", metavar="FILE", help="also write everything that was measured")
     parser.add_argument("--profile", metavar="CONTESTANT", help="profile this one (ours-0 ... ours-3, ddp, fsdp2-keep, ...) instead")
+    parser.add_argument("--timeline", metavar="FILE", help="with --profile: write when what runs, in Chrome's trace format")
     args = parser.parse_args()
+    if args.timeline and not args.profile:
+        parser.error("--timeline shows the contestant that --profile names")
     if args.quick:
         args.rounds, args.steps_per_turn = 2, 2
     return args
@@ -124,15 +141,27 @@ def run_group(names: list[str], task: Task, args: argparse.Namespace) -> list[Ro
             counted = ranks.run("count_memory")
         for key in counted[0]:
             setattr(rows[name], key, max((one[key] for one in counted if one[key] is not None), default=None))
+    take_turns(rows, task, args.world_size, args)
+    return list(rows.values())
+
+
+def run_per_block(task: Task, args: argparse.Namespace) -> list[Row]:
+    """Time alone, of one rank each with the `narrow` model."""
+    rows = {name: Row(name) for name in filter(is_installed, PER_BLOCK)}
+    take_turns(rows, replace(task, size="narrow", tokens_per_sample=4), 1, args)
+    return list(rows.values())
+
+
+def take_turns(rows: dict[str, Row], task: Task, world_size: int, args: argparse.Namespace) -> None:
+    names = list(rows)
     with ExitStack() as stack:
-        waiting = {name: stack.enter_context(Ranks(name, task, args.world_size, args.threads)) for name in names}
+        waiting = {name: stack.enter_context(Ranks(name, task, world_size, args.threads)) for name in names}
         for ranks in waiting.values():
             ranks.run("build")
         for number in progress(range(args.rounds + 1), f"time of {', '.join(names)}", unit="rounds"):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
                 add_turn(rows[name], waiting[name].run("take_turn", args.steps_per_turn), is_warm_up=number == 0)
-    return list(rows.values())
 
 
 def add_turn(row: Row, turns: list[dict], *, is_warm_up: bool) -> None:
@@ -223,6 +252,26 @@ def ratio_table(ratios: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def theory_table(groups: list[list[Row]]) -> str:
+    """Our own counts over what they should be."""
+    lines = ["", "| ours / theory | bytes sent | peak of model state |", "| --- | ---: | ---: |"]
+    for ours in (row for group in groups for row in group if row.sent_by_theory is not None):
+        sent, peak = quotient(ours.own_sent_bytes, ours.sent_by_theory), quotient(ours.own_peak_bytes, ours.peak_by_formula)
+        cells = ["" if sent is None else f"{sent:.6f}", "" if peak is None else f"{peak:.4f}"]
+        lines.append(f"| {ours.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def per_block_table(rows: list[Row]) -> str:
+    """What a step takes longer than the reference's, for each block and for the root."""
+    alone, units = rows[0], MODELS["narrow"].num_hidden_layers + 1
+    lines = ["", f"| {units} units, 1 rank | step ms | over alone, us per unit |", "| --- | ---: | ---: |"]
+    for row in rows:
+        over = statistics.median(mine - base for mine, base in zip(row.turn_s, alone.turn_s, strict=True))
+        lines.append(f"| {row.name} | {1e3 * row.step_s:.1f} | {'' if row is alone else f'{1e6 * over / units:.0f}'} |")
+    return "\n".join(lines)
+
+
 def mebibytes(nbytes: float | None) -> str:
     return "" if nbytes is None else f"{nbytes / MIB:.1f}"
 
@@ -232,6 +281,10 @@ def run_profile(name: str, task: Task, args: argparse.Namespace) -> str:
     with Ranks(name, task, args.world_size, args.threads) as ranks:
         ranks.run("build")
         ranks.run("take_turn", 2)
+        if args.timeline:
+            trace = ranks.run("timeline", 2)[0]
+            Path(args.timeline).write_text(json.dumps(trace))
+            return f"{args.timeline}: {len(trace['traceEvents'])} events, for chrome://tracing or ui.perfetto.dev"
         return ranks.run("profile", 2 if args.quick else 10, 14)[0]
 
 

@@ -131,8 +131,15 @@ class _Rank:
 
     def _memory(self, resting_bytes: int | None, peak_bytes: int | None) -> dict[str, int | None]:
         engine = self.contestant.engine
-        own = {"own_resting_bytes": engine.memory.current, "own_peak_bytes": engine.memory.peak} if engine else {}
-        return {"resting_bytes": resting_bytes, "peak_bytes": peak_bytes, "own_resting_bytes": None, "own_peak_bytes": None} | own
+        measured = {"resting_bytes": resting_bytes, "peak_bytes": peak_bytes}
+        if engine is None:
+            return measured
+        from theory import peak_bytes as most_bytes
+        from theory import sent_bytes
+
+        own = {"own_resting_bytes": engine.memory.current, "own_peak_bytes": engine.memory.peak}
+        theory = {"peak_by_formula": most_bytes(engine, self.contestant.offload), "sent_by_theory": sent_bytes(engine)}
+        return measured | own | theory
 
     def take_turn(self, steps: int) -> dict[str, Any]:
         """Time `steps` steps, each from its begin to its end on this rank."""
@@ -163,6 +170,11 @@ class _Rank:
         from step_profile import profile_steps
 
         return profile_steps(self._step, steps, rows)
+
+    def timeline(self, steps: int) -> dict[str, Any]:
+        from step_profile import timeline
+
+        return timeline(self._step, steps, self.contestant.engine)
 
     def _step(self) -> float:
         loss = self.contestant.step(*self.task.batch(self.steps_done))

@@ -30,12 +30,13 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(200, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 32)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return x.square().sum()
+        return self.head(x).square().sum()
 
 
 def live_tensor_bytes() -> int:
@@ -46,13 +47,14 @@ def live_tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Model) -> dict:
+def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Model, micro_batches: int = 1) -> dict:
     torch.manual_seed(0)
     model = kind()
     before = live_tensor_bytes() - sum(p.nbytes for p in model.parameters())
     engine = ZeroEngine(model, zero, precision, optimizer=torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(3):
-        engine.backward(engine.module(torch.arange(12).view(3, 4)), 12)
+        for number in range(micro_batches):
+            engine.backward(engine.module(torch.arange(12).view(3, 4)), 12, last=number == micro_batches - 1)
         engine.step()
     formula = state_bytes(
         engine.layouts,
@@ -61,6 +63,7 @@ def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Mode
         rank=dist.get_rank(),
         compute_itemsize=engine.compute_dtype.itemsize,
         prefetch_bytes=zero.prefetch_bytes,
+        micro_batches=micro_batches,
         messages=True,
     )
     return {"peak": engine.memory.peak, "formula": formula, "current": engine.memory.current, "live": live_tensor_bytes() - before}
@@ -75,6 +78,20 @@ def test_peak_model_state_is_the_formula_within_two_percent(ranks, zero: ZeroCon
     for result in ranks(world_size, train, zero, PrecisionConfig(compute_dtype=compute_dtype)):
         assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)
         assert result["current"] == pytest.approx(result["live"], rel=0.02)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("zero", [ZeroConfig(stage=2), ZeroConfig(stage=3, reshard_after_forward=False, prefetch_bytes=0)], ids=str)
+def test_what_micro_batches_add_up_and_what_is_kept_after_forward_counts(ranks, zero: ZeroConfig, micro_batches: int) -> None:
+    for result in ranks(4, train, zero, PrecisionConfig(), Model, micro_batches):
+        assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)
+        assert result["current"] == pytest.approx(result["live"], rel=0.02)
+
+
+def test_between_steps_stages_2_and_3_hold_no_gradients(ranks) -> None:
+    for stage in (2, 3):
+        (result,) = ranks(1, train, ZeroConfig(stage=stage), PrecisionConfig())
+        assert result["current"] == result["formula"].params + result["formula"].master + result["formula"].optimizer
 
 
 class Unlike(Model):

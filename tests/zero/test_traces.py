@@ -1,5 +1,5 @@
-"""Golden traces: what a rank asks of its process groups in a training step, in which order among the blocks' computation, and how many bytes
-of it it sends, on 8, 64 and 1,024 ranks. What is expected is written down here from the design, byte by byte.
+"""Golden traces: what a rank asks of its process groups in a training step, in which order among the blocks' computation, and how many
+bytes it sends for it, on 8, 64 and 1,024 ranks. What is expected is written down here from the design, byte by byte.
 
 Traced are rank 0 and the last rank, of a process group that moves no data, with tensors that hold none. So a model of 8 billion parameters
 can be traced on 1,024 ranks, and the peak of its model state be held against the plan's.
@@ -188,20 +188,20 @@ def ranks_of(group: dist.ProcessGroup) -> range:
 
 def record_calls(trace: Trace, patch: pytest.MonkeyPatch) -> None:
     """What the engine asks of `Comm`, by its own count of bytes."""
-    for method, kind in (("all_gather", "gather"), ("reduce_scatter", "scatter"), ("all_reduce", "sum")):
+    for original, kind in ((Comm.all_gather, "gather"), (Comm.reduce_scatter, "scatter"), (Comm.all_reduce, "sum")):
 
-        def call(comm: Comm, *args, original=getattr(Comm, method), kind: str = kind, **options):
+        def call(comm: Comm, *args, original=original, kind: str = kind, **options):
             before = comm.bytes_sent
             handle = original(comm, *args, **options)
             if comm.size > 1:
                 trace.append((kind, ranks_of(comm.group), comm.bytes_sent - before))
             return handle
 
-        patch.setattr(Comm, method, call)
+        patch.setattr(Comm, original.__name__, call)
 
 
 def record_computing(trace: Trace, blocks: nn.ModuleList, last: str) -> None:
-    """When blocks compute. `last`: a parameter that a block's forward uses last, so that its backward computes that one's gradient first."""
+    """When blocks compute. `last`: a parameter that a block uses last in forward, so that backward computes its gradient first."""
     for number, block in enumerate(blocks):
         forward, backward = ("forward", number), ("backward", number)
         block.register_forward_pre_hook(lambda module, args, mark=forward: trace.append(mark))
@@ -242,6 +242,16 @@ def trace_second_step(row: Row, world_size: int, rank: int, patch: pytest.Monkey
         trace: Trace = []
         record_calls(trace, patch)
         record_computing(trace, model.blocks, "last.weight")
+        formula = state_bytes(
+            engine.layouts,
+            engine.policy,
+            world_size,
+            rank=rank,
+            compute_itemsize=2,
+            optimizer_itemsize=0,
+            prefetch_bytes=row.zero.prefetch_bytes,
+            micro_batches=row.micro_batches,
+        )
         for mode in (nullcontext(), witness := Witness()):
             trace.clear()
             before = engine.world.bytes_sent
@@ -249,6 +259,7 @@ def trace_second_step(row: Row, world_size: int, rank: int, patch: pytest.Monkey
                 for number in range(row.micro_batches):
                     engine.backward(engine.module(x), 8, last=number == row.micro_batches - 1)
                 engine.step()
+        assert engine.memory.peak == formula.total
         return list(trace), witness.trace, Expected(row, model, "blocks.", world_size).step(), engine.world.bytes_sent - before
 
 

@@ -196,7 +196,22 @@ def _sources(setting: str, sources: list[str | SourceConfig]) -> Iterator[Proble
 
 
 def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
-    yield from _at_least("zero.prefetch_bytes", recipe.zero.prefetch_bytes, 0)
+    zero = recipe.zero
+    yield from _at_least("zero.prefetch_bytes", zero.prefetch_bytes, 0)
+    for name, least_stage in (("gather_compression", 3), ("reduce_compression", 1)):
+        value = getattr(zero, name)
+        if value == "none":
+            continue
+        if zero.stage < least_stage:
+            got = f"{value} with zero={zero.stage}"
+            expected = f"none, or zero={least_stage}" + ("" if least_stage == 3 else " or higher")
+            yield Problem(path=f"zero.{name}", got=got, expected=expected, fix=f"zero={least_stage}")
+        if recipe.precision.compute_dtype == "float64":
+            got = f"{value} with float64, whose point is to be exact"
+            yield Problem(path=f"zero.{name}", got=got, expected="none, or another precision", fix=f"zero.{name}=none")
+    if zero.error_feedback and zero.reduce_compression != "int8":
+        got = f"true with zero.reduce_compression={zero.reduce_compression}"
+        yield Problem(path="zero.error_feedback", got=got, expected="false, or int8", fix="zero.reduce_compression=int8")
 
 
 def _checkpoint(recipe: RecipeConfig) -> Iterator[Problem]:

@@ -231,6 +231,15 @@ class ZeroConfig:
     """Stage 3: free a block's gathered parameters between its forward and its backward (False: more memory, one gather less)."""
     prefetch_bytes: int = 33554432
     """Stage 3: blocks gathered ahead may take so many bytes per rank, and one block always may; 0 turns prefetching off."""
+    gather_compression: Literal["none", "int8"] = "none"
+    """Stage 3: how parameters are sent. int8: in blocks of 64 values with a scale each, and so are those that forward and backward compute
+    with; master weights stay exact. (Stages 1 and 2 gather once a step, too seldom to be worth coarser parameters.)"""
+    reduce_compression: Literal["none", "bf16", "int8"] = "none"
+    """Stages 1 to 3: how gradients are sent; they are added in fp32 in any case. bf16: half the bytes. int8: in blocks of 64 values with
+    a scale each, a little over a fourth."""
+    error_feedback: bool = False
+    """reduce_compression int8: what rounding leaves over of a gradient is added to the next one. 4 bytes per trained parameter on every
+    rank. Not saved: every checkpoint, and a step that is skipped, starts it from zero."""
 
 
 @dataclass(frozen=True, kw_only=True)

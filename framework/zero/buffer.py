@@ -8,6 +8,7 @@ autograd does not take a gather for an in-place change of the parameters.
 
     full    compute dtype  [S * N]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     shard   compute dtype  [S]      this rank's part: a slice of `full` where that is permanent, else a tensor of its own
+                                    (`master`, where `blocks`, its int8 copy, are what is gathered: `wire.py`)
     master  fp32 (fp64)    [S]      `shard` itself where the compute dtype is the master dtype and both lie in the same memory
     grad_full              [S * N]  gradients as backward produces them, master dtype
     grad    master dtype   [S]      this rank's sum over micro-batches and ranks
@@ -20,6 +21,8 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
+from framework.config.schema import ZeroConfig
+from framework.zero import wire
 from framework.zero.comm import Comm, Handle
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
@@ -94,6 +97,7 @@ class FlatBuffer:
         self,
         layout: Layout,
         policy: Policy,
+        zero: ZeroConfig,
         shard_comm: Comm,
         replicate_comm: Comm,
         *,
@@ -115,6 +119,7 @@ class FlatBuffer:
         self.extents = (self.padded, tuple((slot.offset, slot.numel) for slot in layout.slots))
         self.start = shard_comm.rank * self.shard_numel
         self.permanent = policy.params_at_rest is FULL
+        self._gatherer = wire.gatherer(zero, shard_comm, layout.integer)
         self.parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
@@ -132,18 +137,26 @@ class FlatBuffer:
         """Whether the storage of `full` is there."""
         self.stale = False
         """Whether other ranks' parts of `full` are older than their masters."""
+        self.blocks: wire.Blocks | None = None
+        """The parameters as they are gathered, where that is not how `shard` has them."""
         if self.permanent:
             self.shard = self.alias[self.start : self.start + self.shard_numel]
             meter.add("params", self._full_bytes)
+        elif self._gatherer is not shard_comm and layout.requires_grad and not (master_on_host or self.shard_on_host):
+            self.blocks = wire.Blocks.zeros(self.shard_numel, device)
+            self.shard = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
+            meter.add("params", self.blocks.nbytes)
+            meter.add("master", self.shard.nbytes)
         else:
             if self.shard_on_host:
                 self.shard = host.zeros("params", self.shard_numel, compute_dtype)
             else:
                 self.shard = torch.zeros(self.shard_numel, dtype=compute_dtype, device=device)
                 meter.add("params", self.shard.nbytes)
+        if not self.permanent:
             meter.add("gathered", self._full_bytes)
         self.master = self.shard
-        if layout.requires_grad and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
+        if layout.requires_grad and self.blocks is None and (compute_dtype != master_dtype or master_on_host != self.shard_on_host):
             if master_on_host:
                 self.master = host.zeros("master", self.shard_numel, master_dtype)
             else:
@@ -161,8 +174,11 @@ class FlatBuffer:
         """Whether `grad` holds sums of this step already."""
         self._carry: torch.Tensor | None = None
         self._reducing: Handle | None = None
-        self._received_bytes = 0
+        self.residuals: list[torch.Tensor] = []
+        """What compression left over of earlier gradients, see `wire` [Note: error feedback]."""
         if layout.requires_grad:
+            self._reducer, self.residuals = wire.reducer(zero, shard_comm, self.padded, device)
+            meter.add("residual", sum(residual.nbytes for residual in self.residuals))
             if policy.grads is FULL:
                 self.grad_full = torch.zeros(self.padded, dtype=master_dtype, device=device)
                 self.grad = self.grad_full[self.start : self.start + self.shard_numel]
@@ -236,15 +252,17 @@ class FlatBuffer:
         self.finish_update()
         self.stale = False
         self._point_at(self._views)
-        shard = self.shard
+        shard = self.shard if self.blocks is None else self.blocks
         if self.shard_on_host:
             shard = self.alias[self.start : self.start + self.shard_numel]
             shard.copy_(self.shard, non_blocking=True)
-        self._gathering = self.shard_comm.all_gather(self.alias, shard, self.gather_tag)
+        self._gathering = self._gatherer.all_gather(self.alias, shard, self.gather_tag)
+        self.meter.add("gathering", self._gathering.room)
 
     def wait(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
+            self.meter.add("gathering", -self._gathering.room)
             self._gathering = None
 
     def release(self) -> None:
@@ -268,6 +286,8 @@ class FlatBuffer:
         self.wait()
         if self.master is not self.shard and not written:
             self.shard.copy_(self.master)
+        if self.blocks is not None and not written:
+            self.blocks.fill(self.master)
         self._outdate()
 
     def _outdate(self) -> None:
@@ -316,20 +336,19 @@ class FlatBuffer:
         self.written.clear()
         self.pool.started(self)
         in_place = self.policy.grads is FULL
-        received = self.shard_comm.received_bytes(self.grad.nbytes)
-        self.meter.add("reducing", received)
-        self._received_bytes = received
-        self._reducing = self.shard_comm.reduce_scatter(self.grad_full, self.grad, self.gather_tag + 1, add=self._reduced and not in_place)
+        tag = self.gather_tag + wire.REDUCE_TAG
+        self._reducing = self._reducer.reduce_scatter(self.grad_full, self.grad, tag, add=self._reduced and not in_place)
+        self.meter.add("reducing", self._reducing.room)
         if self.replicate_comm.size > 1:
             self._reducing.wait()
+            self.meter.add("reducing", -self._reducing.room)
             self._reducing = self.replicate_comm.all_reduce(self.grad)
         self._reduced = True
 
     def finish_reduce(self) -> None:
         self._reducing.wait()
+        self.meter.add("reducing", -self._reducing.room)
         self._reducing = None
-        self.meter.add("reducing", -self._received_bytes)
-        self._received_bytes = 0
         if self._carry is not None:
             self.grad.add_(self._carry)
             self.meter.add("reducing", -self._carry.nbytes)
@@ -343,15 +362,20 @@ class FlatBuffer:
         self._reduced = False
         self.used.clear()
 
+    def scale_residuals(self, factor: torch.Tensor | float) -> None:
+        """Gradients are `factor` times as large from now on; 0: what was left over is forgotten."""
+        for residual in self.residuals:
+            residual.mul_(factor)
+
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
         comm = self.shard_comm if self.shard_comm.size > 1 else self.replicate_comm
-        for handle in (self._gathering, self._reducing):
+        for handle, kind in ((self._gathering, "gathering"), (self._reducing, "reducing")):
             if handle is not None:
                 comm.abandon(handle)
+                self.meter.add(kind, -handle.room)
         self._gathering = self._reducing = None
-        self.meter.add("reducing", -self._received_bytes)
-        self._received_bytes = 0
+        self.scale_residuals(0)
         if self._carry is not None:
             self.meter.add("reducing", -self._carry.nbytes)
             self._carry = None

@@ -1,4 +1,4 @@
-"""Communication of flat tensors over one process group: gather, reduce, sum. A group of one rank is an ordinary case.
+"""Communication of flat tensors over one process group: gather, reduce, exchange, sum. A group of one rank is an ordinary case.
 
 On NCCL these are the collectives, straight on the buffers. On gloo they are point-to-point messages: gloo's own reduce-scatter sends as
 much as an all-reduce, and its all-gather copies twice; exchanging the pieces into place is 1.5 to 3 times as fast, and
@@ -27,10 +27,16 @@ ABANDON_SECONDS = 10
 
 
 class Handle:
-    """A communication under way. It keeps the tensors alive that the transport reads and writes."""
+    """A communication under way. It keeps the tensors alive that the transport reads and writes; `room`: bytes of those that it made."""
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None, keep: tuple = ()) -> None:
-        self._works, self._finish, self._keep = works, finish, keep
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None, keep: tuple = (), room: int = 0) -> None:
+        self._works, self._finish, self._keep, self.room = works, finish, keep, room
+
+    @staticmethod
+    def joined(handles: list[Handle], finish: Callable[[], None], keep: tuple, room: int) -> Handle:
+        """All of `handles`, which have nothing to finish themselves, as one; `finish` makes the result of what they bring."""
+        works = [work for handle in handles for work in handle._works]
+        return Handle(works, finish, (*(handle._keep for handle in handles), *keep), room)
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -95,13 +101,13 @@ class Comm:
         numel = out.numel()
         mine = full[self.rank * numel : (self.rank + 1) * numel]
         if self.size == 1:
-            _put(out, mine, add)
+            put(out, mine, add)
             return Handle([])
         self._begin((self.size - 1) * numel * full.element_size(), tag)
         if not self._messages:
             target = torch.empty_like(out) if add else out
             work = torch_private.reduce_scatter_single(target, full, group=self.group, async_op=True)
-            return Handle([work], finish=(lambda: _put(out, target, True)) if add else None, keep=(full, target))
+            return Handle([work], finish=(lambda: put(out, target, True)) if add else None, keep=(full, target))
         received = full.new_empty(self.size - 1, numel)  # [peers in rank order, S]
         works = [dist.irecv(received[row], group=self.group, group_src=peer, tag=tag) for row, peer in enumerate(sorted(self._peers()))]
         for peer in self._peers():
@@ -112,9 +118,24 @@ class Comm:
             total = torch.add(parts[0], parts[1], out=received[0])
             for part in parts[2:]:
                 total.add_(part)
-            _put(out, total, add)
+            put(out, total, add)
 
-        return Handle(works, finish, keep=(full, received))
+        return Handle(works, finish, keep=(full, received), room=received.nbytes)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Handle:
+        """Row r of `sent` [size * S] goes to rank r; row r of `received` [size * S] is what rank r sent here."""
+        numel = sent.numel() // self.size
+        if self.size == 1:
+            received.copy_(sent)
+            return Handle([])
+        self._begin((self.size - 1) * numel * sent.element_size(), tag)
+        if not self._messages:
+            return Handle([dist.all_to_all_single(received, sent, group=self.group, async_op=True)], keep=(received, sent))
+        rows_in, rows_out = received.view(self.size, numel), sent.view(self.size, numel)
+        rows_in[self.rank].copy_(rows_out[self.rank])
+        works = [dist.irecv(rows_in[peer], group=self.group, group_src=peer, tag=tag) for peer in self._peers()]
+        works += [dist.isend(rows_out[peer], group=self.group, group_dst=peer, tag=tag) for peer in self._peers()]
+        return Handle(works, keep=(received, sent))
 
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
         """Sum `tensor` over the ranks, in place."""
@@ -144,10 +165,6 @@ class Comm:
         except RuntimeError:
             self._lost = True
 
-    def received_bytes(self, shard_bytes: int) -> int:
-        """Memory that a reduce-scatter needs besides its input, in bytes, for the messages' way of doing it."""
-        return (self.size - 1) * shard_bytes if self._messages else 0
-
     def _begin(self, nbytes: int, tag: int = 0) -> None:
         if self._lost:
             raise RuntimeError("an exception on some of the ranks left them at different points of the step: start all of them again")
@@ -160,7 +177,8 @@ class Comm:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
-def _put(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:
+def put(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:
+    """Write `value` to `out`, or add it there."""
     if add:
         out.add_(value)
     elif out.data_ptr() != value.data_ptr():

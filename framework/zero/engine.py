@@ -26,7 +26,7 @@ from torch import nn
 
 from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
-from framework.zero import load, norm, state
+from framework.zero import load, norm, state, wire
 from framework.zero.buffer import FlatBuffer, GradPool
 from framework.zero.comm import Comm
 from framework.zero.layout import INTEGERS, Slot, UnitLayout, plan_units
@@ -90,6 +90,7 @@ class ZeroEngine:
             group = dist.group.WORLD
         self.world = Comm(group)
         self.device = torch.device(device) if device is not None else _default_device(group)
+        wire.check(self.zero, self.master_dtype)
         alone = Comm(None)
         self.scaler = LossScaler(precision, self.device) if self.compute_dtype is torch.float16 else None
         self.shard_comm, self.replicate_comm = (self.world, alone) if self.policy.optimizer is SHARDED else (alone, self.world)
@@ -207,6 +208,8 @@ class ZeroEngine:
             self.skipped_steps += 1
         for buffer in self.trained:
             buffer.end_step()
+            if scale is not None or in_kernel:
+                buffer.scale_residuals(torch.where(finite, 1.0 if scale is None else self.scaler.scale / scale, 0.0))
         self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
         self.steps_done += 1
         self._new_step()
@@ -434,6 +437,7 @@ class ZeroEngine:
             buffer = FlatBuffer(
                 layout,
                 self.policy,
+                self.zero,
                 self.shard_comm,
                 self.replicate_comm,
                 compute_dtype=self.compute_dtype,
@@ -441,7 +445,7 @@ class ZeroEngine:
                 device=self.device,
                 meter=self.memory,
                 pool=self.pool,
-                tag=2 * len(self.buffers),
+                tag=wire.TAGS * len(self.buffers),
                 host=self._host,
                 master_on_host=layout in self._on_host,
             )

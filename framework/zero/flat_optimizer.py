@@ -26,6 +26,7 @@ from framework.zero.buffer import FlatBuffer
 from framework.zero.layout import ALIGN, Piece
 from framework.zero.lion import Lion
 from framework.zero.offload import HostUpdates
+from framework.zero.wire import BLOCK, Blocks
 
 OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable")
 """Options of torch's optimizers that the kernels do not have."""
@@ -136,7 +137,8 @@ class FlatOptimizer:
             if not used:
                 continue
             extent = self._extents[buffer]
-            update = partial(_update, self._rule, buffer.master[extent], self._moments_of(buffer), self._ranges(buffer, used))
+            blocks = None if buffer.blocks is None else buffer.blocks.part(extent)
+            update = partial(_update, self._rule, buffer.master[extent], self._moments_of(buffer), self._ranges(buffer, used), blocks)
             if buffer.master_on_host:
                 self._updates.submit(buffer, extent, update, factor)
             else:
@@ -218,12 +220,18 @@ def _update(
     master: torch.Tensor,
     moments: tuple[torch.Tensor, ...],
     calls: dict[Call, list[ShardRange]],
+    blocks: Blocks | None,
     grad: torch.Tensor,
     copy: torch.Tensor | None,
     factor: torch.Tensor,
 ) -> list[ShardRange]:
-    """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype. Returns what was updated."""
-    copies = None if copy is None else ShardCopies(data=copy)
+    """All ranges of a buffer's extent ([n] each); `copy`: the parameters in the compute dtype, `blocks`: quantised. Returns what was
+    updated."""
+    copies = None
+    if blocks is not None:
+        copies = ShardCopies(quantized=blocks.q, scales=blocks.scales, block=BLOCK)
+    elif copy is not None:
+        copies = ShardCopies(data=copy)
     for call, ranges in calls.items():
         rule.run(call, master, moments, grad, ranges, grad_factor=factor, copies=copies)
     return [one for ranges in calls.values() for one in ranges]

@@ -32,6 +32,7 @@ def describe(plan: Plan) -> str:
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         *[("", text) for text in _groups(plan)],
         ("precision", _precision(recipe.precision)),
+        *([("sent", _sent(plan))] if plan.batch.world_size > 1 else []),
         ("kernels", used_on(plan.device_type, plan.compute_dtype)),
         ("checkpoints", _checkpoints(plan)),
     ]
@@ -50,6 +51,15 @@ def _precision(precision: PrecisionConfig) -> str:
         return dtype
     scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
     return f"{dtype}, fp32 master weights and gradients" + (f"; loss scale {scale}" if dtype == "float16" else "")
+
+
+def _sent(plan: Plan) -> str:
+    """What a rank sends, and how."""
+    zero, sent = plan.recipe.zero, plan.step_traffic
+    feedback = " with error feedback" if zero.error_feedback else ""
+    ways = (("gathers", sent.gathers, zero.gather_compression, ""), ("reductions", sent.reductions, zero.reduce_compression, feedback))
+    parts = [f"{name} {nbytes / 2**20:,.1f}" + ("" if how == "none" else f" in {how}{more}") for name, nbytes, how, more in ways if nbytes]
+    return f"{sent.total / 2**20:,.1f} MiB per step and rank ({', '.join(parts)})"
 
 
 def _packing(plan: Plan) -> str:
@@ -135,12 +145,14 @@ def _bytes_table(plan: Plan) -> str:
     ranks, offload = plan.batch.world_size, plan.recipe.offload
     offloads = (offload.optimizer, offload.params) != ("none", "none")
     rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
-    names = ("parameters", "gradients", "master", "optimizer", "temporary", "peak", *(("on host",) if offloads else ()))
+    feedback = plan.recipe.zero.error_feedback
+    names = ("parameters", "gradients", "master", "optimizer", "temporary", *(("feedback",) if feedback else ()), "peak")
+    names += ("on host",) if offloads else ()
     rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
-        cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
-        cells += (state.host,) if offloads else ()
+        cells = (state.params, state.grads, state.master, state.optimizer, state.temporary)
+        cells += (*((state.residual,) if feedback else ()), state.total, *((state.host,) if offloads else ()))
         mark = ">" if stage == plan.recipe.zero.stage else " "
         rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
     return "\n".join(rows)

@@ -20,6 +20,7 @@ from framework.zero.layout import UnitLayout, plan_units
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.optimizer_by_name import state_values
 from framework.zero.policy import policy_of
+from framework.zero.traffic import StepTraffic, step_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,15 @@ class Plan:
             prefetch_bytes=zero.prefetch_bytes,
             messages=self.device_type == "cpu",
             offload=self.recipe.offload,
+            compression=zero,
         )
+
+    @property
+    def step_traffic(self) -> StepTraffic:
+        """Bytes that a rank sends in a step."""
+        compute = self.compute_dtype.itemsize
+        sizes = {"compute_itemsize": compute, "master_itemsize": max(compute, 4)}
+        return step_traffic(self.units, self.recipe.zero, self.batch.world_size, self.batch.accumulate, **sizes)
 
     @property
     def checkpoint_bytes(self) -> int:

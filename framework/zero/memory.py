@@ -17,8 +17,8 @@ from framework.zero.wire import packed_bytes
 
 @dataclass
 class MemoryMeter:
-    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `gathering`, `reducing`, `residual`,
-    `staging`)."""
+    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `gathering`, `reducing`,
+    `residual`, `staging`)."""
 
     current: int = 0
     peak: int = 0

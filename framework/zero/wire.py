@@ -5,13 +5,13 @@
                 int8   gradients as such blocks, added in fp32 (qgZ), over two groups also int8 inside and int4 across
 
 What arrives is added in the order of the ranks, so that no result depends on timing. What a rank keeps for itself is rounded, too: all
-have the same parameters, and no gradient depends on who sums it. A value that is not finite stays so: its block arrives as NaN. A group of one sends
-nothing and rounds nothing.
+have the same parameters, and no gradient depends on who sums it. A value that is not finite stays so: its block arrives as NaN. A group
+of one sends nothing and rounds nothing.
 
-[Note: what gathers send] At stage 3 alone. Stages 1 and 2 gather once a step, whatever the number of micro-batches, into the very buffer that
-holds the rank's own parameters: little traffic would be saved, for weights as coarse as at stage 3 and masters apart from them. Masters
-stay exact; the optimizer's kernel writes the blocks (`Blocks`) in the same pass, in place of the copy in the compute dtype. What no such
-kernel writes (frozen parameters, parameters in host memory) is quantised when it is sent.
+[Note: what gathers send] At stage 3 alone. Stages 1 and 2 gather once a step, whatever the number of micro-batches, into the very buffer
+that holds the rank's own parameters: little traffic would be saved, for weights as coarse as at stage 3 and masters apart from them.
+Masters stay exact; the optimizer's kernel writes the blocks (`Blocks`) in the same pass, in place of the copy in the compute dtype. What
+no such kernel writes (frozen parameters, parameters in host memory) is quantised when it is sent.
 
 [Note: error feedback] What rounding left over of a gradient is added to the next one (1-bit Adam, arXiv:2102.02888), which takes 4 bytes
 per trained parameter on every rank. It follows the loss scale, and is forgotten with a step whose gradients are: after an overflow or

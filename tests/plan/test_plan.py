@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from framework.config.schema import (
     RecipeConfig,
     ScheduleConfig,
     TrainerConfig,
+    ZeroConfig,
 )
 from framework.models.architecture import parameter_count
 from framework.plan.describe import describe
@@ -59,6 +61,20 @@ def test_every_stage_shards_more_of_what_stays() -> None:
     stays = [state.total - state.temporary for state in per_rank]
     assert stays == sorted(stays, reverse=True)
     assert stays[3] == pytest.approx(stays[0] / 4, rel=0.1)  # small parameters: the alignment of each shows
+
+
+def test_the_page_says_what_a_rank_sends_and_what_compression_makes_of_it() -> None:
+    def page(**zero) -> tuple[list[str], int]:
+        made = plan(dataclasses.replace(RECIPE, zero=ZeroConfig(stage=3, **zero)), ranks=4)
+        return describe(made).splitlines(), made.step_traffic.total
+
+    lines, plainly = page()
+    assert f"{plainly / 2**20:,.1f} MiB per step and rank (gathers " in next(line for line in lines if line.startswith("sent"))
+    lines, compressed = page(gather_compression="int8", reduce_compression="int8", error_feedback=True)
+    assert re.search(r"\(gathers \S+ in int8, reductions \S+ in int8 with error feedback\)", "\n".join(lines))
+    assert "temporary    feedback        peak" in "\n".join(lines)
+    assert compressed == pytest.approx((1 + 4 / 64) / 4 * plainly, rel=0.01)
+    assert not any(line.startswith("sent") for line in describe(plan(ranks=1)).splitlines())
 
 
 @pytest.mark.parametrize(

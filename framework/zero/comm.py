@@ -38,6 +38,10 @@ class Handle:
         works = [work for handle in handles for work in handle._works]
         return Handle(works, finish, (*(handle._keep for handle in handles), *keep), room)
 
+    def then(self, begin: Callable[[], Handle]) -> Handle:
+        """This, and what `begin` begins with its result once somebody waits for it."""
+        return _InTurn(self, begin)
+
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
@@ -53,6 +57,21 @@ class Handle:
         for work in works:
             work.wait(timedelta(seconds=ABANDON_SECONDS))
         self._keep = ()
+
+
+class _InTurn(Handle):
+    """Two communications, of which the second needs the result of the first."""
+
+    def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
+        super().__init__([], finish=lambda: begin().wait(), room=first.room)
+        self._first = first
+
+    def wait(self) -> None:
+        self._first.wait()
+        super().wait()
+
+    def abandon(self) -> None:
+        self._first.abandon()
 
 
 class Comm:

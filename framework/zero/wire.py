@@ -121,51 +121,44 @@ class Bf16Reduce:
         return Handle.joined([handle], finish, keep=(), room=sent.nbytes + received.nbytes + out.nbytes)
 
 
-class Int8Reduce:
-    """`Comm.reduce_scatter` of int8 blocks. `residual` [size * S] fp32: what rounding leaves over, None: it is lost."""
+class BlockReduce:
+    """`Comm.reduce_scatter` of blocks of `bits` bits. `residual` [size * S] fp32: what rounding leaves over, None: it is lost."""
 
-    def __init__(self, comm: Comm, residual: torch.Tensor | None = None) -> None:
-        self._comm, self._residual = comm, residual
+    def __init__(self, comm: Comm, residual: torch.Tensor | None = None, bits: int = 8) -> None:
+        self._comm, self._residual, self._bits = comm, residual, bits
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, *, add: bool) -> Handle:
-        sent = Blocks(*quantize(full, block=BLOCK, error=self._residual))
-        received, handles = _exchange(self._comm, sent, tag)
-        room = sent.nbytes + received.nbytes + out.nbytes  # the sum, which is made when all is there
-        return Handle.joined(handles, lambda: put(out, _sum(received, self._comm.size, out), add), keep=(sent, received), room=room)
+        comm, bits = self._comm, self._bits
+        sent = Blocks(*quantize(full, bits=bits, block=BLOCK, error=self._residual))
+        received = Blocks(torch.empty_like(sent.q), torch.empty_like(sent.scales))
+        handles = [comm.all_to_all(received.q, sent.q, tag), comm.all_to_all(received.scales, sent.scales, tag + 1)]
+
+        def finish() -> None:
+            parts = received.q.view(comm.size, -1), received.scales.view(comm.size, -1)
+            total = dequantize_sum_quantize(*parts, out.numel(), bits=bits, block=BLOCK, again=False, sum_dtype=out.dtype)[2]
+            put(out, total, add)
+
+        return Handle.joined(handles, finish, keep=(sent, received), room=sent.nbytes + received.nbytes + out.nbytes)
 
 
 class HierarchicalReduce:
     """`Comm.reduce_scatter` over groups of groups: int8 inside (the fast links), and of the sums int4 across.
 
-    The rank that owns row `outer.rank * inner.size + inner.rank` of `full` [outer.size * inner.size * S] calls it with those two. A rank
-    sends no more across than the int4 sums of its own part of the rows. `residuals`: for both hops, [size * S] and [outer.size * S].
+    The rank that owns row `inner.rank * outer.size + outer.rank` of `full` [inner.size * outer.size * S] calls it with those two, so that
+    what a peer inside adds up lies together. `residuals`: of both hops, [inner.size * outer.size * S] and [outer.size * S].
     """
 
     def __init__(self, inner: Comm, outer: Comm, residuals: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        self._inner, self._outer = inner, outer
-        self._residual, self._outer_residual = residuals or (None, None)
+        inside, across = residuals or (None, None)
+        self._inner, self._outer, self._parts = BlockReduce(inner, inside), BlockReduce(outer, across, bits=4), outer.size
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int, *, add: bool) -> Handle:
         """The hop across begins when the one inside has been waited for."""
-        made = Blocks(*quantize(full, block=BLOCK, error=self._residual))
-        sent = Blocks(*(self._rows_by_inner_rank(part) for part in made))
-        received, handles = _exchange(self._inner, sent, tag)
-
-        def finish() -> None:
-            parts = received.q.view(self._inner.size, -1), received.scales.view(self._inner.size, -1)
-            numel = out.numel() * self._outer.size
-            partial = dequantize_sum_quantize(*parts, numel, block=BLOCK, again=False, sum_dtype=torch.float32)[2]
-            across = Blocks(*quantize(partial, bits=4, block=BLOCK, error=self._outer_residual))
-            arrived, hop = _exchange(self._outer, across, tag)
-            for handle in hop:
-                handle.wait()
-            put(out, _sum(arrived, self._outer.size, out, bits=4), add)
-
-        return Handle.joined(handles, finish, keep=(sent, received), room=sent.nbytes + received.nbytes)
-
-    def _rows_by_inner_rank(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows`, which lie by outer rank and then by inner rank, the other way round: what one peer inside gets lies together."""
-        return rows.view(self._outer.size, self._inner.size, -1).transpose(0, 1).contiguous().view(-1)
+        chunk = out.new_empty(self._parts * out.numel())
+        first = self._inner.reduce_scatter(full, chunk, tag, add=False)
+        handle = first.then(lambda: self._outer.reduce_scatter(chunk, out, tag, add=add))
+        handle.room += chunk.nbytes
+        return handle
 
 
 def gatherer(zero: ZeroConfig, comm: Comm, integer: torch.dtype | None) -> Comm | Int8Gather:
@@ -173,22 +166,11 @@ def gatherer(zero: ZeroConfig, comm: Comm, integer: torch.dtype | None) -> Comm 
     return Int8Gather(comm) if zero.gather_compression == "int8" and comm.size > 1 and integer is None else comm
 
 
-def reducer(zero: ZeroConfig, comm: Comm, numel: int, device: torch.device) -> tuple[Comm | Bf16Reduce | Int8Reduce, list[torch.Tensor]]:
+def reducer(zero: ZeroConfig, comm: Comm, numel: int, device: torch.device) -> tuple[Comm | Bf16Reduce | BlockReduce, list[torch.Tensor]]:
     """How `numel` gradients are summed, and what that keeps from one time to the next."""
     if comm.size == 1 or zero.reduce_compression == "none":
         return comm, []
     if zero.reduce_compression == "bf16":
         return Bf16Reduce(comm), []
     residuals = [torch.zeros(numel, device=device)] if zero.error_feedback else []
-    return Int8Reduce(comm, *residuals), residuals
-
-
-def _exchange(comm: Comm, sent: Blocks, tag: int) -> tuple[Blocks, list[Handle]]:
-    received = Blocks(torch.empty_like(sent.q), torch.empty_like(sent.scales))
-    return received, [comm.all_to_all(received.q, sent.q, tag), comm.all_to_all(received.scales, sent.scales, tag + 1)]
-
-
-def _sum(received: Blocks, parts: int, like: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Of `parts` ranks' values, in their order."""
-    q, scales = received.q.view(parts, -1), received.scales.view(parts, -1)
-    return dequantize_sum_quantize(q, scales, like.numel(), bits=bits, block=BLOCK, again=False, sum_dtype=like.dtype)[2]
+    return BlockReduce(comm, *residuals), residuals

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.comm import Comm
-from framework.zero.wire import Bf16Reduce, Blocks, HierarchicalReduce, Int8Gather, Int8Reduce
+from framework.zero.wire import Bf16Reduce, BlockReduce, Blocks, HierarchicalReduce, Int8Gather
 from tests.zero import zoo
 
 STEPS, MICROS, CLIP, LR = 3, 4, 0.5, 0.3
@@ -319,7 +319,7 @@ def exchanged(numel: int) -> dict[str, torch.Tensor]:
     gathered = torch.zeros(comm.size * numel)
     Int8Gather(comm).all_gather(gathered, shard, 0).wait()
     results = {"gathered": gathered}
-    for name, reducer in (("bf16", Bf16Reduce(comm)), ("int8", Int8Reduce(comm))):
+    for name, reducer in (("bf16", Bf16Reduce(comm)), ("int8", BlockReduce(comm))):
         for add in (False, True):
             results[f"{name} added" if add else name] = out = torch.ones(numel)
             reducer.reduce_scatter(whole, out, 4, add=add).wait()
@@ -367,11 +367,11 @@ def test_a_sum_over_nodes_is_int8_inside_and_int4_across(ranks, feedback: bool) 
     between = {(local, node): torch.zeros(2 * numel) if feedback else None for local, node in itertools.product(range(2), range(2))}
     found = ranks(size, grid, inner_size, feedback)
     for seed in range(3):
-        arrived = [sent(values_of(rank, size * numel, seed), "int8", residuals[rank]).view(2, inner_size, numel) for rank in range(size)]
-        for local in range(inner_size):  # which rank of its node adds up rows `local` of both nodes, and sends the sums across
+        arrived = [sent(values_of(rank, size * numel, seed), "int8", residuals[rank]).view(inner_size, 2, numel) for rank in range(size)]
+        for local in range(inner_size):  # which rank of its node adds up chunk `local`, and sends the sums across
             across = []
             for node in range(2):
-                inside = sum(arrived[rank][:, local] for rank in (2 * node, 2 * node + 1)).flatten()
+                inside = sum(arrived[rank][local] for rank in (2 * node, 2 * node + 1)).flatten()
                 across.append(sent(inside, "int4", between[local, node]).view(2, numel))
             for node in range(2):
                 total = sum(of_node[node] for of_node in across)
@@ -391,7 +391,7 @@ def test_what_error_feedback_leaves_over_arrives_later(ranks) -> None:
 
 def mean_of_many(feedback: bool) -> torch.Tensor:
     comm = Comm(dist.group.WORLD)
-    reducer, total = Int8Reduce(comm, torch.zeros(1024) if feedback else None), torch.zeros(512)
+    reducer, total = BlockReduce(comm, torch.zeros(1024) if feedback else None), torch.zeros(512)
     for _ in range(20):
         reducer.reduce_scatter(values_of(comm.rank, 1024), total, 0, add=True).wait()
     return total / 20

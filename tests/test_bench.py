@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.templates import CHATML
+from tests.models.families import byte_tokenizer
+
 DATA = Path(__file__).parent.parent / "scripts" / "bench" / "data.py"
 ENGINE = Path(__file__).parent.parent / "scripts" / "bench" / "engine.py"
 OURS = {f"ours-{stage}" for stage in range(4)}
@@ -112,3 +115,25 @@ def test_the_benchmark_of_checkpoints_loads_what_it_saves_and_compares_with_dcp(
         assert all(len(rows[name][key]) == 1 for key in ("stall", "save", "load", "load_elsewhere", "export"))
     assert "| ours, in the background / DCP |" in done.stdout
     assert list(tmp_path.iterdir()) == [written], "nothing is left"
+
+
+# ---- compressed communication
+def test_the_benchmark_of_compression_follows_the_same_samples_with_and_without(tmp_path):
+    """On a model of a few thousand parameters: losses of the first step are equal, since only later ones see a rounded gradient."""
+    script, written = ENGINE.with_name("compressed.py"), tmp_path / "measured.json"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = [
+        "model=llama_tiny",
+        f"model.tokenizer={tmp_path / 'tokenizer'}",
+        *(f"model.arch.{key}={value}" for key, value in sizes.items()),
+    ]
+    line = [sys.executable, script, "--quick", "--json", written, *model, "data.max_tokens=1024", "optimizer.lr=1e-2"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    exact, compressed = (run["losses"] for run in json.loads(written.read_text())["runs"].values())
+    assert exact["3"] < exact["1"] and compressed["1"] == pytest.approx(exact["1"], rel=1e-3)
+    assert exact["3"] != compressed["3"] == pytest.approx(exact["3"], rel=1e-2)
+    assert re.search(r"^\| last, less that of none \| \+0.0000 \| [+-]0.\d{4} \|$", done.stdout, flags=re.MULTILINE)

@@ -140,6 +140,8 @@ class Save:
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         engine.check_last_step()
+        for buffer in engine.trained:
+            buffer.scale_residuals(0)  # a run that is resumed has none: this one goes on like it
         self._began = time.perf_counter()
         self.step, self.folder, self.nbytes = engine.steps_done, folder, 0
         self.write_seconds = 0.0

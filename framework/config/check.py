@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from framework.config.batch import solve_batch
-from framework.config.check_zero import zero_problems
+from framework.config.check_zero import compression_problems, zero_problems
 from framework.config.errors import Problem, UserError
 from framework.config.hardware import check_disk, check_hardware, world_size
 from framework.config.schedule import decay_steps, warmup_steps, warmup_too_long, zero_steps
@@ -222,6 +222,7 @@ def _zero(recipe: RecipeConfig) -> Iterator[Problem]:
     yield from _at_least("zero.prefetch_bytes", recipe.zero.prefetch_bytes, 0)
     devices = recipe.trainer.devices
     yield from zero_problems(recipe.zero, world_size(recipe.trainer) if devices == "auto" or devices >= 1 else None)
+    yield from compression_problems(recipe.zero, recipe.precision)
 
 
 def _checkpoint(recipe: RecipeConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from framework.config.batch import divisors
 from framework.config.errors import Problem
-from framework.config.schema import ZeroConfig
+from framework.config.schema import PrecisionConfig, ZeroConfig
 
 
 def zero_problems(zero: ZeroConfig, world_size: int | None) -> list[Problem]:
@@ -79,3 +79,28 @@ def _modules(zero: ZeroConfig) -> Iterator[Problem]:
         if rule.reshard_after_forward is not None and stage != 3:
             got = f"{str(rule.reshard_after_forward).lower()} at stage {stage}, where nothing is released after forward"
             yield Problem(path=f"{where}.reshard_after_forward", got=got, expected="null, or stage: 3")
+
+
+def compression_problems(zero: ZeroConfig, precision: PrecisionConfig) -> Iterator[Problem]:
+    """What is sent in fewer bits where nothing of the kind is sent, or has to be exact."""
+    for name, least_stage in (("gather_compression", 3), ("reduce_compression", 1)):
+        value, where = getattr(zero, name), f"zero.{name}"
+        if value == "none":
+            continue
+        if zero.stage < least_stage:
+            expected = f"none, or zero={least_stage}" + ("" if least_stage == 3 else " or higher")
+            yield Problem(path=where, got=f"{value} with zero={zero.stage}", expected=expected, fix=f"zero={least_stage}")
+        if precision.compute_dtype == "float64":
+            got = f"{value} with float64, whose point is to be exact"
+            yield Problem(path=where, got=got, expected="none, or another precision", fix=f"{where}=none")
+    if zero.gather_compression != "none":
+        if zero.secondary_shard_size or (zero.shard_size and zero.shard_optimizer == "world"):
+            nested = "zero.secondary_shard_size" if zero.secondary_shard_size else "zero.shard_optimizer=world"
+            got = f"{zero.gather_compression} with {nested}"
+            yield Problem(path="zero.gather_compression", got=got, expected="one of them", fix="zero.gather_compression=none")
+        if precision.master_weights != "full":
+            got = f"{zero.gather_compression} with precision.master_weights={precision.master_weights}, which is a part of the parameters"
+            yield Problem(path="zero.gather_compression", got=got, expected="one of them", fix="precision.master_weights=full")
+    if zero.error_feedback and zero.reduce_compression != "int8":
+        got = f"true with zero.reduce_compression={zero.reduce_compression}"
+        yield Problem(path="zero.error_feedback", got=got, expected="false, or int8", fix="zero.reduce_compression=int8")

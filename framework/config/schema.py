@@ -261,6 +261,15 @@ class ZeroConfig:
     """Stage 3: as many units (a block; the rest of the model) as fit into so many bytes per rank stay gathered all the time."""
     modules: list[ZeroModuleConfig] = field(default_factory=list)
     """Parameters with a policy of their own: {pattern, stage, reshard_after_forward}. The first pattern that means a parameter holds."""
+    gather_compression: Literal["none", "int8"] = "none"
+    """Stage 3: how parameters are sent. int8: in blocks of 64 values with a scale each, and so are those that forward and backward compute
+    with; master weights stay exact. (Stages 1 and 2 gather once a step, too seldom to be worth coarser parameters.)"""
+    reduce_compression: Literal["none", "bf16", "int8"] = "none"
+    """Stages 1 to 3: how gradients are sent; they are added in fp32 in any case. bf16: half the bytes. int8: in blocks of 64 values with
+    a scale each, a little over a fourth."""
+    error_feedback: bool = False
+    """reduce_compression int8: what rounding leaves over of a gradient is added to the next one. 4 bytes per trained parameter on every
+    rank. Not saved: every checkpoint, and a step that is skipped, starts it from zero."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework.config.schema import PrecisionConfig
+from framework.config.schema import PrecisionConfig, ZeroConfig
 from framework.kernels.library import used_on
 from framework.models.architecture import head_dim
 from framework.models.documents import attention_way
@@ -39,6 +39,7 @@ def describe(plan: Plan) -> str:
         ("learning rate", f"{recipe.schedule.name}: {_curve(plan)}"),
         *[("", text) for text in _groups(plan)],
         *(("" if index else "sharding", text) for index, text in enumerate(_sharding(plan))),
+        *([("compression", sent)] if (sent := _compression(recipe.zero)) else []),
         ("precision", _precision(recipe.precision)),
         *([("in fp32", _in_fp32(plan))] if recipe.precision.fp32_modules else []),
         *([("offload", describe_disk(plan))] if "nvme" in (recipe.offload.optimizer, recipe.offload.params) else []),
@@ -60,6 +61,13 @@ def _precision(precision: PrecisionConfig) -> str:
         return precision.compute_dtype
     scale = precision.loss_scale if precision.loss_scale != "dynamic" else f"dynamic, from {precision.initial_loss_scale:g}"
     return f"{precision.computes_in}, {MASTERS[precision.master_weights]}" + (f"; loss scale {scale}" if precision.scales_loss else "")
+
+
+def _compression(zero: ZeroConfig) -> str:
+    """How a rank sends what it does not send as it is."""
+    ways = (("parameters", zero.gather_compression), ("gradients", zero.reduce_compression))
+    text = ", ".join(f"{what} are sent in {how}" for what, how in ways if how != "none")
+    return f"{text} with error feedback" if zero.error_feedback else text
 
 
 def _in_fp32(plan: Plan) -> str:
@@ -195,20 +203,14 @@ def _bytes_table(plan: Plan) -> str:
     ranks, offload = plan.batch.world_size, plan.recipe.offload
     offloads = (offload.optimizer, offload.params) != ("none", "none")
     rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
-    names = (
-        "parameters",
-        "gradients",
-        "master",
-        "optimizer",
-        "temporary",
-        "peak",
-        *(("on host", "on disk") if offloads else ()),
-        "sent a step",
-    )
+    feedback = plan.recipe.zero.error_feedback
+    names = ("parameters", "gradients", "master", "optimizer", "temporary", *(("feedback",) if feedback else ()), "peak")
+    names += (*(("on host", "on disk") if offloads else ()), "sent a step")
     rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
-        cells = (state.params, state.grads, state.master, state.optimizer, state.temporary, state.total)
+        cells = (state.params, state.grads, state.master, state.optimizer, state.temporary)
+        cells += (*((state.residual,) if feedback else ()), state.total)
         cells += ((state.host, state.disk) if offloads else ()) + (plan.bytes_sent(stage),)
         mark = ">" if stage == plan.recipe.zero.stage else " "
         rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))

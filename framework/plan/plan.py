@@ -13,7 +13,7 @@ import torch
 from framework.config.batch import BatchPlan, solve_batch
 from framework.config.errors import Problem, UserError
 from framework.config.schedule import StepPlan, lr_factor, plan_steps
-from framework.config.schema import LlamaConfig, ModelConfig, RecipeConfig
+from framework.config.schema import LlamaConfig, ModelConfig, RecipeConfig, ZeroConfig
 from framework.models.activations import ActivationBytes, activation_bytes, every_nth
 from framework.models.architecture import head_dim, parameter_count
 from framework.models.documents import attention_way, require_isolation
@@ -119,6 +119,7 @@ class Plan:
             step_bytes=self.step_bytes(stage, rank)[0],
             micro_batches=self.batch.accumulate,
             messages=self.device_type == "cpu",
+            compression=self.compression_at(stage),
             **self._itemsizes,
         )
 
@@ -133,7 +134,16 @@ class Plan:
             master_itemsize=self._master_itemsize,
             micro_batches=self.batch.accumulate,
             inputs_need_grad=any(slot.name == EMBEDDING for layout in self._trained for slot in layout.slots),
+            compression=self.compression_at(stage),
         )
+
+    def compression_at(self, stage: int) -> ZeroConfig:
+        """What of `zero`'s compression there would be at `stage`."""
+        zero = self.recipe.zero
+        gathers = zero.gather_compression if stage == 3 else "none"
+        if stage:
+            return replace(zero, stage=stage, gather_compression=gathers)
+        return replace(zero, stage=stage, gather_compression=gathers, reduce_compression="none", error_feedback=False)
 
     @property
     def whole_units(self) -> list[str]:

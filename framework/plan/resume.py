@@ -29,6 +29,7 @@ REMARKABLE = (
     "schedule",
 )
 REMARKABLE += ("precision", "trainer.max_steps", "trainer.epochs", "eval")
+REMARKABLE += ("zero.gather_compression", "zero.reduce_compression", "zero.error_feedback")
 """Settings that may change, and may change the training that follows or what is measured of it."""
 WHERE_IT_BEGAN = ("precision.initial_loss_scale",)
 """Settings that a resumed run has no use for."""

@@ -8,7 +8,8 @@ autograd does not take a gather for an in-place change of the parameters.
 
     full    compute dtype  [P]  the parameters; storage present or released (integers keep their own data type, here and in `shard`)
     chunk   compute dtype  [C]  what this rank's group has of them on this rank (`grid.py`), where the policy keeps that beside `full`
-    shard   compute dtype  [S]  this rank's part: a slice of `full` or `chunk` where that is permanent, else a tensor of its own
+    shard   compute dtype  [S]  this rank's part: a slice of `full` or `chunk` where that is permanent, else a tensor of its own (`master`,
+                                where `blocks`, its int8 copy, are what is gathered: `wire.py`)
     master  fp32 (fp64)    [S]  `shard` itself where the compute dtype is the master dtype and both lie in the same place; None where it is
                                 bf16 `shard` and int16 `remainder` [S], or `shard` alone (`PrecisionConfig.master_weights`)
     grad_full              [P]  gradients as backward produces them, master dtype
@@ -29,26 +30,29 @@ import torch
 from torch import nn
 
 from framework.config.errors import UserError
-from framework.config.schema import MasterWeights
+from framework.config.schema import MasterWeights, ZeroConfig
 from framework.kernels.shard import copy_master_, join_master_
+from framework.zero import wire
 from framework.zero.comm import Comm, Handle
-from framework.zero.grad_pool import GradPool, Room
+from framework.zero.grad_pool import GradPool
+from framework.zero.gradients import Gradients
 from framework.zero.grid import Grid, extents_of
-from framework.zero.groups import Groups
+from framework.zero.groups import Groups, Route
 from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.memory import MemoryMeter
 from framework.zero.nvme import Extent, Pending
 from framework.zero.offload import HostMemory, wait
-from framework.zero.policy import FULL, GROUP, WORLD, Policy
+from framework.zero.policy import FULL, GROUP, Policy
 
 
-class FlatBuffer:
+class FlatBuffer(Gradients):
     """The parameters of one layout on this rank."""
 
     def __init__(
         self,
         layout: Layout,
         policy: Policy,
+        zero: ZeroConfig,
         grid: Grid,
         groups: Groups,
         *,
@@ -74,6 +78,7 @@ class FlatBuffer:
         self._gather_route = groups.route("gather", grid, across=self._in_parts)
         self._reduce_route = groups.route("reduce", grid, across=True) if layout.requires_grad else None
         self.permanent = policy.params_at_rest is FULL
+        self._gatherer = wire.gatherer(zero, policy, self._gather_route, layout)
         self.parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []
         self._unreadable: list[torch.Tensor] = []
@@ -99,9 +104,16 @@ class FlatBuffer:
         """This group's chunk beside `full`: permanent, or from the end of forward until that of backward."""
         self._chunk_is_current = False
         self._keeps_chunk = self._in_parts and policy.params_at_rest is GROUP
+        self.blocks: wire.Blocks | None = None
+        """The parameters as they are gathered, where that is not how `shard` has them."""
         if self.permanent:
             self.shard = self.alias[extents.shard]
             meter.add("params", self._full_bytes)
+        elif self._gatherer is not self._gather_route and layout.requires_grad and params_at == masters_at == "none":
+            self.blocks = wire.Blocks.zeros(self.shard_numel, device)
+            self.shard = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
+            meter.add("params", self.blocks.nbytes)
+            meter.add("master", self.shard.nbytes)
         else:
             held_numel = extents.numel(policy.params_at_rest)
             if params_at == "nvme":
@@ -118,10 +130,11 @@ class FlatBuffer:
                 meter.add("params", held.nbytes)
             self._chunk = held if self._keeps_chunk else None
             self.shard = held[self._part] if self._keeps_chunk else held
+        if not self.permanent:
             meter.add("gathered", self._full_bytes)
         self.master: torch.Tensor | None = self.shard
         self.remainder: torch.Tensor | None = None
-        if not (layout.requires_grad and (compute_dtype != master_dtype or masters_at != params_at)):
+        if self.blocks is not None or not layout.requires_grad or (compute_dtype == master_dtype and masters_at == params_at):
             if params_at == "nvme":
                 self.stored["master"] = self.stored["shard"]
         elif masters_at == "nvme":
@@ -142,33 +155,7 @@ class FlatBuffer:
         """The read of `shard` from the disk into `full`, before it can be gathered."""
         self._gathering: Handle | None = None
 
-        self._grad: torch.Tensor | None = None
-        self.grad_full: torch.Tensor | None = None
-        self._grad_chunk: torch.Tensor | None = None
-        self._grad_views: list[torch.Tensor] = []
-        """Of `grad_full`, in the shapes of the parameters."""
-        self.written: set[int] = set()
-        """Slots that hold a gradient in `grad_full`."""
-        self.used: set[int] = set()
-        """Slots that got a gradient on this rank in the current step."""
-        self._summed = False
-        """Whether `grad_chunk` or `grad` holds sums of this step, to which those of the next micro-batch are added."""
-        self._reduced = False
-        """Whether `grad` holds sums of this step that were made in place, over all ranks."""
-        self._carry: torch.Tensor | None = None
-        self._reducing: Handle | None = None
-        self._received_bytes = 0
-        if layout.requires_grad:
-            if policy.grads is FULL:
-                room = Room(torch.zeros(self.padded, dtype=master_dtype, device=device))
-                room.lay_out(self)
-                self.grad_full, self._grad_views = room.grads, room.views
-                self._grad = self.grad_full[extents.shard]
-                meter.add("grads", self.grad_full.nbytes)
-            else:
-                pool.expect(self)
-                self._grad_chunk = held if policy.grads is GROUP else None
-                self.grad = held[self._part] if policy.grads is GROUP else held
+        self._init_gradients(zero, device)
 
     # -- parameters -----------------------------------------------------------------------------------------------------------
 
@@ -312,19 +299,23 @@ class FlatBuffer:
         if "shard" in self.stored and not in_chunks:
             self._fetching = self.stored["shard"].read(self.alias[self._extents.shard])
             return  # all ranks must gather in the same order, and how long a disk takes is different on each
-        held = self._chunk if in_chunks else self.shard
+        held = self._chunk if in_chunks else self.shard if self.blocks is None else self.blocks
         if self.shard_on_host:
             at = self._extents.chunk if in_chunks else self._extents.shard
             held = self.alias[at].copy_(held, non_blocking=True)
-        way = self._gather_route.inside if in_chunks else self._gather_route
+        self._begin_gather(self._gather_route.inside if in_chunks else self._gatherer, held)
+
+    def _begin_gather(self, way: Comm | Route | wire.Int8Gather, held: torch.Tensor | wire.Blocks) -> None:
         self._gathering = way.all_gather(self.alias, held, self.gather_tag)
+        self.meter.add("gathering", self._gathering.room)
 
     def wait(self) -> None:
         if self._fetched():
-            self._gathering = self._gather_route.all_gather(self.alias, self.alias[self._extents.shard], self.gather_tag)
+            self._begin_gather(self._gatherer, self.alias[self._extents.shard])
         if self._gathering is None:
             return
         self._gathering.wait()
+        self.meter.add("gathering", -self._gathering.room)
         self._gathering = None
         if self._keeps_chunk and not self._chunk_is_current:
             self._chunk.copy_(self.alias[self._extents.chunk], non_blocking=self.shard_on_host)
@@ -378,7 +369,9 @@ class FlatBuffer:
     def publish(self, *, written: bool = False) -> None:
         """After the masters have changed: bring `shard` up to date, unless it was `written`, and mark what other ranks hold as stale."""
         self.wait()
-        if self.master is not None and self.master is not self.shard and not written:
+        if self.blocks is not None and not written:
+            self.blocks.fill(self.masters())
+        elif self.master is not None and self.master is not self.shard and not written:
             if "shard" in self.stored:
                 self.stored["shard"].write(self.masters()).wait()
             else:
@@ -393,161 +386,16 @@ class FlatBuffer:
         if self.stale:
             self._point_at(self._unreadable)
 
-    # -- gradients ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def grad(self) -> torch.Tensor:
-        """[S]; zeros where nothing was reduced since the last step. One of its own exists from the first reduction of a step until the
-        update has read it."""
-        if self._grad is None:
-            self._make_grad().zero_()
-        return self._grad
-
-    def _make_grad(self) -> torch.Tensor:
-        """Room for what stays of the gradients between micro-batches."""
-        held = self.full.new_empty(self._extents.numel(self.policy.grads), dtype=self.master_dtype)
-        self.meter.add("grads", held.nbytes)
-        self._grad_chunk = held if self.policy.grads is GROUP else None
-        self._grad = held[self._part] if self.policy.grads is GROUP else held
-        return held
-
-    def _free_grad(self) -> None:
-        if self.policy.grads is not FULL and self._grad is not None:
-            self.meter.add("grads", -(self._grad if self._grad_chunk is None else self._grad_chunk).nbytes)
-            self._grad = self._grad_chunk = None
-
-    def take_grad(self, index: int, *, by_hand: bool) -> None:
-        """Move the gradient that backward left in parameter `index` into the flat buffer; None there means that a kernel wrote nothing.
-        `by_hand`: in a manual step, where the parameters may be released by then."""
-        parameter = self.parameters[index]
-        grad = parameter.grad
-        if grad is None:
-            return
-        if not by_hand and not self.readable:
-            slot = self.layout.slots[index]
-            raise RuntimeError(
-                f"{slot.name} was used outside of the forward of {self.layout.unit or 'the model'}, where its values are not there: "
-                "use it in that forward, or make the method that uses it an entry with engine.wrap_method(...)"
-            )
-        self._make_room()
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        target = self._grad_views[index]
-        target.add_(grad) if index in self.written else target.copy_(grad)
-        self.written.add(index)
-        self.used.add(index)
-        parameter.grad = None
-
-    def _forget_grad_full(self) -> None:
-        self.grad_full, self._grad_views = None, []
-
-    def _make_room(self) -> None:
-        """For gradients in `grad_full`. Sums of this step that were made in place are set aside: they must not be added up twice."""
-        if self.grad_full is None:
-            room = self.pool.acquire(self)
-            self.grad_full, self._grad_views = room.grads, room.views
-        if self._reduced and self._carry is None:
-            self._carry = self.grad.clone()
-            self.meter.add("reducing", self._carry.nbytes)
-            self._summed = False
-
-    def reduce(self, *, last: bool) -> None:
-        """Begin to sum the gradients over the ranks, as far as the policy says so for this micro-batch: the `last` one of a step, or
-        another. A parameter without a gradient counts as zero, so that every rank takes part whatever its control flow was."""
-        placement = self.policy.grads
-        if placement is FULL and not last:
-            return
-        self.finish_update()  # of a buffer that this step did not use: the update reads the gradients
-        self._make_room()
-        for index, slot in enumerate(self.layout.slots):
-            if index not in self.written:
-                self.grad_full[slot.offset : slot.stop].zero_()
-        self.written.clear()
-        self.pool.started(self)
-        if self._grad is None:
-            self._make_grad()
-        inside, add = self._reduce_route.inside, self._summed and placement is not FULL
-        if placement is WORLD and self._in_parts:
-            chunk = self.grad_full[self._extents.chunk]
-            handle = inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=False)
-            self._started(chunk, handle, inside.received_bytes(chunk.nbytes, in_place=True, add=False), add=add)
-        else:
-            chunk = self.grad_full[self._extents.chunk] if placement is FULL else self._grad if placement is WORLD else self._grad_chunk
-            handle = inside.reduce_scatter(self.grad_full, chunk, self.gather_tag + 1, add=add)
-            received = inside.received_bytes(chunk.nbytes, in_place=placement is FULL, add=add)
-            self._started(chunk, handle, received, between_groups=last)
-        self._summed = True
-
-    def reduce_leftovers(self) -> None:
-        """Begin what the last micro-batch of the step would have done, where none was said to be it."""
-        if self.policy.grads is FULL:
-            self.reduce(last=True)
-        elif self._sums_in_place and self._grad_chunk is not None:
-            self.pool.started(self)
-            self._started(self._grad_chunk, Handle([]), 0)
-
-    @property
-    def _sums_in_place(self) -> bool:
-        """Whether the sum over all ranks overwrites what was summed up until then, so that it can be made once a step only."""
-        return self.policy.grads is FULL or (self.policy.grads is GROUP and self._reduce_route.across.size > 1)
-
-    def _started(self, chunk: torch.Tensor, handle: Handle, received: int, *, between_groups: bool = True, add: bool = False) -> None:
-        """The sum over the group is under way, to `chunk` [C], in so many bytes; that over the groups follows."""
-        across = self._reduce_route.across
-        if between_groups and across.size > 1:
-            if self._in_parts:
-                received = max(received, across.received_bytes(self._grad.nbytes, in_place=self.policy.grads is not WORLD, add=add))
-                handle = handle.then(
-                    lambda: across.reduce_scatter(chunk, self._grad, self.gather_tag + 1, add=add), self._reduce_route.stream
-                )
-            else:
-                handle = handle.then(lambda: across.all_reduce(chunk), self._reduce_route.stream)
-        self._reducing, self._received_bytes = handle, received
-        self.meter.add("reducing", received)
-        self._reduced = between_groups and self._sums_in_place
-
-    def finish_reduce(self) -> None:
-        self._reducing.wait()
-        self._reducing = None
-        self.meter.add("reducing", -self._received_bytes)
-        self._received_bytes = 0
-        if self._carry is not None and self._reduced:
-            self.grad.add_(self._carry)
-            self.meter.add("reducing", -self._carry.nbytes)
-            self._carry = None
-        if self.policy.grads is not FULL and self.grad_full is not None:
-            self.pool.release(self)
-            self._forget_grad_full()
-
-    def end_step(self) -> None:
-        """The gradients are used up, or will be when the host has updated."""
-        self._summed = self._reduced = False
-        self.used.clear()
-        if self.updating is None:
-            self._free_grad()
-
     def reset(self) -> None:
         """After an exception: forget gradients and what is under way; the masters stay as they are. `GradPool.drop` follows."""
         with suppress(UserError):  # of a disk that failed; the next read says so again
             self._fetched()
         self._fetching = None
-        for handle, route in ((self._gathering, self._gather_route), (self._reducing, self._reduce_route)):
-            if handle is not None:
-                route.inside.abandon(handle)
-        self._gathering = self._reducing = None
-        self.meter.add("reducing", -self._received_bytes)
-        self._received_bytes = 0
-        if self._carry is not None:
-            self.meter.add("reducing", -self._carry.nbytes)
-            self._carry = None
-        if self.policy.grads is not FULL:
-            self._forget_grad_full()
-        self._free_grad()
-        self.written.clear()
-        self.used.clear()
-        self._summed = self._reduced = False
-        for parameter in self.parameters:
-            parameter.grad = None
+        if self._gathering is not None:
+            self._gather_route.inside.abandon(self._gathering)
+            self.meter.add("gathering", -self._gathering.room)
+            self._gathering = None
+        self._reset_gradients()
         self._outdate()
         self.release()
 

@@ -1,4 +1,4 @@
-"""Communication of flat tensors over one process group: gather, reduce, sum. A group of one rank is an ordinary case.
+"""Communication of flat tensors over one process group: gather, reduce, exchange, sum. A group of one rank is an ordinary case.
 
 On NCCL these are the collectives, straight on the buffers. On gloo they are point-to-point messages: gloo's own reduce-scatter sends as
 much as an all-reduce, and its all-gather copies twice; exchanging the pieces into place is 1.5 to 3 times as fast, and
@@ -28,10 +28,16 @@ ABANDON_SECONDS = 10
 
 
 class Handle:
-    """A communication under way. It keeps the tensors alive that the transport reads and writes."""
+    """A communication under way. It keeps the tensors alive that the transport reads and writes; `room`: bytes of those that it made."""
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None, keep: tuple = ()) -> None:
-        self._works, self._finish, self._keep = works, finish, keep
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None, keep: tuple = (), room: int = 0) -> None:
+        self._works, self._finish, self._keep, self.room = works, finish, keep, room
+
+    @staticmethod
+    def joined(handles: list[Handle], finish: Callable[[], None], keep: tuple, room: int) -> Handle:
+        """All of `handles`, which have nothing to finish themselves, as one; `finish` makes the result of what they bring."""
+        works = [work for handle in handles for work in handle._works]
+        return Handle(works, finish, (*(handle._keep for handle in handles), *keep), room)
 
     def wait(self) -> None:
         while self._works:
@@ -50,7 +56,7 @@ class Handle:
                 work.wait(timedelta(seconds=ABANDON_SECONDS))
         self._keep = ()
 
-    def then(self, begin: Callable[[], Handle], stream: torch.cuda.Stream | None) -> Handle:
+    def then(self, begin: Callable[[], Handle], stream: torch.cuda.Stream | None = None) -> Handle:
         """This, and what `begin` begins with its result. With a `stream` both are queued at once: it waits for the first in place of the
         current one. Without (on the CPU), the second begins when somebody waits for it."""
         if stream is None:
@@ -68,7 +74,7 @@ class _InTurn(Handle):
     """Two communications, of which the second needs the result of the first."""
 
     def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
-        super().__init__([], finish=lambda: begin().wait())
+        super().__init__([], finish=lambda: begin().wait(), room=first.room)
         self._first = first
 
     def wait(self) -> None:
@@ -114,6 +120,21 @@ def _whole_or_lost(send: Callable[..., Handle]) -> Callable[..., Handle]:
             raise
 
     return guarded
+
+
+class _InTurn(Handle):
+    """Two communications, of which the second needs the result of the first."""
+
+    def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
+        super().__init__([], finish=lambda: begin().wait(), room=first.room)
+        self._first = first
+
+    def wait(self) -> None:
+        self._first.wait()
+        super().wait()
+
+    def abandon(self) -> None:
+        self._first.abandon()
 
 
 class Comm:
@@ -164,13 +185,13 @@ class Comm:
         numel = out.numel()
         mine = full[self.rank * numel : (self.rank + 1) * numel]
         if self.size == 1:
-            _put(out, mine, add)
+            put(out, mine, add)
             return Handle([])
         self._begin((self.size - 1) * numel * full.element_size(), tag)
         if not self.messages:
             target = torch.empty_like(out) if add else out
             work = torch_private.reduce_scatter_single(target, full, group=self.group, async_op=True)
-            return Handle([work], finish=(lambda: _put(out, target, True)) if add else None, keep=(full, target))
+            return Handle([work], finish=(lambda: put(out, target, True)) if add else None, keep=(full, target), room=target.nbytes * add)
         is_free = not add and out.data_ptr() != mine.data_ptr()  # so that a message may come straight into `out`
         received = [*[out] * is_free, *full.new_empty(self.size - 1 - is_free, numel)]  # of the peers in rank order, [S] each
         works = [dist.irecv(received[row], group=self.group, group_src=peer, tag=tag) for row, peer in enumerate(sorted(self._peers()))]
@@ -182,9 +203,25 @@ class Comm:
             total = torch.add(parts[0], parts[1], out=received[0])
             for part in parts[2:]:
                 total.add_(part)
-            _put(out, total, add)
+            put(out, total, add)
 
-        return Handle(works, finish, keep=(full, *received))
+        return Handle(works, finish, keep=(full, *received), room=sum(part.nbytes for part in received[is_free:]))
+
+    @_whole_or_lost
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, tag: int) -> Handle:
+        """Row r of `sent` [size * S] goes to rank r; row r of `received` [size * S] is what rank r sent here."""
+        numel = sent.numel() // self.size
+        if self.size == 1:
+            received.copy_(sent)
+            return Handle([])
+        self._begin((self.size - 1) * numel * sent.element_size(), tag)
+        if not self.messages:
+            return Handle([dist.all_to_all_single(received, sent, group=self.group, async_op=True)], keep=(received, sent))
+        rows_in, rows_out = received.view(self.size, numel), sent.view(self.size, numel)
+        rows_in[self.rank].copy_(rows_out[self.rank])
+        works = [dist.irecv(rows_in[peer], group=self.group, group_src=peer, tag=tag) for peer in self._peers()]
+        works += [dist.isend(rows_out[peer], group=self.group, group_dst=peer, tag=tag) for peer in self._peers()]
+        return Handle(works, keep=(received, sent))
 
     @_whole_or_lost
     def all_reduce(self, tensor: torch.Tensor) -> Handle:
@@ -247,7 +284,7 @@ def received_shards(size: int, *, messages: bool, in_place: bool, add: bool) -> 
     return size - 1 - (not in_place and not add) if messages else int(add)
 
 
-def _put(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:
+def put(out: torch.Tensor, value: torch.Tensor, add: bool) -> None:
     if add:
         out.add_(value)
     elif out.data_ptr() != value.data_ptr():

@@ -25,7 +25,7 @@ from torch import nn
 
 from framework import torch_private
 from framework.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
-from framework.zero import by_hand, load, norm, refuse, state
+from framework.zero import by_hand, load, norm, refuse, state, wire
 from framework.zero.autocast import Autocast
 from framework.zero.buffer import FlatBuffer
 from framework.zero.fp32_modules import lay_out
@@ -94,6 +94,7 @@ class ZeroEngine:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self.device = torch.device(device) if device is not None else _default_device(group)
+        wire.check(self.zero, self.master_dtype, precision.master_weights)
         self._groups = Groups(group, self.device)
         self.world = self._groups.world
         self._group_size = group_size(self.zero, self.world.size)
@@ -229,6 +230,8 @@ class ZeroEngine:
             self.skipped_steps += 1
         for buffer in self.trained:
             buffer.end_step()
+            if scale is not None or in_kernel:
+                buffer.scale_residuals(torch.where(finite, 1.0 if scale is None else self.scaler.scale / scale, 0.0))
         self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
         self.steps_done += 1
         self._new_step()
@@ -442,6 +445,7 @@ class ZeroEngine:
             buffer = FlatBuffer(
                 layout,
                 policy,
+                self.zero,
                 grid_of(policy, self.world.size, self._group_size, self.world.rank),
                 self._groups,
                 compute_dtype=self.compute_dtype,
@@ -449,7 +453,7 @@ class ZeroEngine:
                 device=self.device,
                 meter=self.memory,
                 pool=self.pool,
-                tag=2 * len(self.buffers),
+                tag=wire.TAGS * len(self.buffers),
                 host=self._host,
                 master_on_host=layout in self._on_host,
                 master_weights=self._precision.master_weights,

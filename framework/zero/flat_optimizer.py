@@ -27,6 +27,7 @@ from framework.zero.buffer import FlatBuffer, is_elsewhere
 from framework.zero.layout import ALIGN, Piece
 from framework.zero.lion import Lion
 from framework.zero.offload import HostUpdates
+from framework.zero.wire import BLOCK, Blocks
 
 OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable")
 """Options of torch's optimizers that the kernels do not have."""
@@ -149,7 +150,8 @@ class FlatOptimizer:
             if not used:
                 continue
             extent = self._extents[buffer]
-            update = partial(_update, self._rule, self._ranges(buffer, used))
+            blocks = None if buffer.blocks is None else buffer.blocks.part(extent)
+            update = partial(_update, self._rule, self._ranges(buffer, used), blocks)
             if buffer.state_on_disk:
                 update = partial(update, None)
             else:
@@ -246,6 +248,7 @@ class FlatOptimizer:
 def _update(
     rule: type[_AdamW | _Lion | _Sgd],
     calls: dict[Call, list[ShardRange]],
+    blocks: Blocks | None,
     remainder: torch.Tensor | None,
     state: Sequence[torch.Tensor | None],
     grad: torch.Tensor,
@@ -253,9 +256,13 @@ def _update(
     factor: torch.Tensor,
 ) -> list[ShardRange]:
     """All ranges of a buffer's extent ([n] each). `state`: master and moments; `copy`: the parameters in the compute dtype, of which
-    `remainder` makes masters where there is no master. Returns what was updated."""
+    `remainder` makes masters where there is no master; `blocks`: quantised. Returns what was updated."""
     master, *moments = state
-    copies = None if copy is None else ShardCopies(data=copy)
+    copies = None
+    if blocks is not None:
+        copies = ShardCopies(quantized=blocks.q, scales=blocks.scales, block=BLOCK)
+    elif copy is not None:
+        copies = ShardCopies(data=copy)
     for call, ranges in calls.items():
         rule.run(call, master, moments, grad, ranges, grad_factor=factor, copies=copies, remainder=remainder)
     return [one for ranges in calls.values() for one in ranges]

@@ -99,15 +99,17 @@ class Place(NamedTuple):
 
     def received_numel(self, *, messages: bool, adds: bool) -> int:
         """Elements that a sum over the ranks needs room for at a time, beside its input and output. See `comm.received_shards`."""
-        members, groups, size = self.grid.members, self.grid.groups, self.extents.chunk_numel
-        if self.in_parts and self.policy.grads is WORLD:
-            inside = received_shards(members, messages=messages, in_place=True, add=False) * size
-            return max(inside, received_shards(groups, messages=messages, in_place=False, add=adds) * self.extents.shard_numel)
-        in_place = self.policy.grads is FULL
-        received = received_shards(members, messages=messages, in_place=in_place, add=adds and not in_place) * size
-        if self.in_parts:
-            received = max(received, received_shards(groups, messages=messages, in_place=True, add=False) * self.extents.shard_numel)
-        return received
+        in_place = self.policy.grads is FULL or (self.in_parts and self.policy.grads is WORLD)
+        inside = received_shards(self.grid.members, messages=messages, in_place=in_place, add=adds and not in_place)
+        return max(inside * self.extents.chunk_numel, self.across_numel(messages=messages, adds=adds))
+
+    def across_numel(self, *, messages: bool, adds: bool) -> int:
+        """Those of the part between groups."""
+        if not self.in_parts:
+            return 0
+        in_place = self.policy.grads is not WORLD
+        parts = received_shards(self.grid.groups, messages=messages, in_place=in_place, add=adds and not in_place)
+        return parts * self.extents.shard_numel
 
 
 def place_of(layout: Layout, usual: Policy, world_size: int, group_size: int | None, rank: int) -> Place:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from framework.config.schema import MasterWeights, OffloadConfig
+from framework.config.schema import MasterWeights, OffloadConfig, ZeroConfig
+from framework.zero import wire
 from framework.zero.grid import Place, place_of
 from framework.zero.layout import Layout, Piece, UnitLayout
 from framework.zero.nvme import STAGING_BYTES, stored_bytes
@@ -18,8 +19,8 @@ from framework.zero.policy import FULL, GROUP, WORLD, Placement, Policy, offload
 
 @dataclass
 class MemoryMeter:
-    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `reducing`, `staging`,
-    `secondary`)."""
+    """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `gathering`, `reducing`,
+    `residual`, `staging`, `secondary`)."""
 
     current: int = 0
     peak: int = 0
@@ -48,13 +49,14 @@ class StateBytes:
     master: int
     optimizer: int
     temporary: int
+    residual: int = 0
     host: int = 0
     disk: int = 0
 
     @property
     def total(self) -> int:
         """On the device."""
-        return self.params + self.grads + self.master + self.optimizer + self.temporary
+        return self.params + self.grads + self.master + self.optimizer + self.temporary + self.residual
 
 
 def state_bytes(
@@ -74,13 +76,14 @@ def state_bytes(
     micro_batches: int = 1,
     messages: bool = False,
     offload: OffloadConfig | None = None,
+    compression: ZeroConfig | None = None,
 ) -> StateBytes:
     """Peak model-state bytes of one rank, from the layouts alone.
 
     `policy`: of layouts that have none of their own. `group_size`: ranks of a shard group, None for all. `optimizer_itemsize`: bytes of
     optimizer state per trained element (AdamW with two fp32 moments: 8), `optimizer_of` those of a piece where they are not the same for
     all. `step_bytes`: what the optimizer's step needs for itself. `messages`: whether sums are made of point-to-point messages (gloo),
-    which need room for what they receive. `micro_batches` of a step.
+    which need room for what they receive. `micro_batches` of a step. `compression`: what it says of that counts.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
     gathered and beside it those that the prefetch budget admits (at least one), and what is kept for their backward; two blocks'
@@ -88,15 +91,20 @@ def state_bytes(
     its moments: when a block's reduction begins, or at the end that of the root, which is taken to compute before and after the blocks, as
     an embedding and a head do.
     """
-    offload = offload or OffloadConfig()
+    offload, compression = offload or OffloadConfig(), compression or ZeroConfig()
     layouts = [layout for unit in units for layout in unit.layouts]
     trained = [layout for layout in layouts if layout.requires_grad]
     offloads = dict(zip(trained, offloaded(offload, [layout.numel for layout in trained]), strict=True))
     places = {layout: place_of(layout, policy, world_size, group_size, rank) for layout in layouts}
-    params = grads = master = optimizer = host = disk = 0
+    params = grads = master = optimizer = residual = host = disk = 0
+    in_blocks = set()
     for layout, (own, extents, _) in places.items():
         params_at = offload.params if own.params_at_rest is not FULL else "none"
+        masters_at = offload.optimizer if offloads.get(layout) else "none"
         held = layout.itemsize(compute_itemsize) * extents.numel(own.params_at_rest)
+        if layout.requires_grad and params_at == masters_at == "none" and wire.gathers_in_blocks(compression, layout, places[layout]):
+            in_blocks.add(layout)
+            held = wire.packed_bytes(extents.shard_numel)
         if params_at == "nvme":
             disk += stored_bytes(held)
         else:
@@ -104,8 +112,8 @@ def state_bytes(
         if not layout.requires_grad:
             continue
         grads += master_itemsize * extents.numel(own.grads)
-        masters_at = offload.optimizer if offloads[layout] else "none"
-        has_master = layout.itemsize(compute_itemsize) != master_itemsize or masters_at != params_at
+        residual += wire.residual_bytes(compression, places[layout])
+        has_master = layout in in_blocks or layout.itemsize(compute_itemsize) != master_itemsize or masters_at != params_at
         kept = "full" if layout.fp32 else master_weights
         masters = {"full": master_itemsize, "remainder": 2, "none": 0}[kept] * extents.shard_numel if has_master else 0
         pieces = layout.pieces(extents.shard.start, extents.shard.stop)
@@ -124,22 +132,31 @@ def state_bytes(
         host += min(workers(offload), len(staged)) * (rooms + copies)
     if "nvme" in (offload.optimizer, offload.params):
         host += STAGING_BYTES
-    adds = micro_batches > 1
-    temporary = _temporary(units, places, compute_itemsize, master_itemsize, step_bytes, prefetch_bytes, adds, messages) - grads
-    return StateBytes(params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, host=host, disk=disk)
+    moving = _Moving(compression, frozenset(in_blocks), master_itemsize, adds=micro_batches > 1, messages=messages)
+    temporary = _temporary(units, places, compute_itemsize, moving, step_bytes, prefetch_bytes) - grads
+    return StateBytes(
+        params=params, grads=grads, master=master, optimizer=optimizer, temporary=temporary, residual=residual, host=host, disk=disk
+    )
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """How parameters and gradients travel."""
+
+    compression: ZeroConfig
+    in_blocks: frozenset[Layout]
+    """Those whose shard is kept as the int8 blocks that are gathered."""
+    master_itemsize: int
+    adds: bool
+    """Whether micro-batches are added up."""
+    messages: bool
 
 
 def _temporary(
-    units: list[UnitLayout],
-    places: dict[Layout, Place],
-    compute_itemsize: int,
-    master_itemsize: int,
-    step_bytes: int,
-    prefetch_bytes: int,
-    adds: bool,
-    messages: bool,
+    units: list[UnitLayout], places: dict[Layout, Place], compute_itemsize: int, moving: _Moving, step_bytes: int, prefetch_bytes: int
 ) -> int:
-    """The most that a step needs beside what stays, with all gradients. `adds`: whether micro-batches are added up."""
+    """The most that a step needs beside what stays, with all gradients."""
+    adds, master_itemsize = moving.adds, moving.master_itemsize
 
     def gathered(unit: UnitLayout, *kept: Placement) -> int:
         """Bytes of parameters that are released between uses; `kept`: only those that are kept so until backward."""
@@ -182,7 +199,13 @@ def _temporary(
 
     def received(unit: UnitLayout) -> int:
         trained = [places[layout] for layout in unit.layouts if layout.requires_grad]
-        return master_itemsize * sum(place.received_numel(messages=messages, adds=adds) for place in trained)
+        how = {"messages": moving.messages, "adds": adds}
+        return sum(wire.reduce_room(moving.compression, place, master_itemsize, **how) for place in trained)
+
+    def gathering(unit: UnitLayout) -> int:
+        """What a gather under way holds besides its result."""
+        layouts = ((layout, layout in moving.in_blocks) for layout in unit.layouts)
+        return sum(wire.gather_room(moving.compression, each, places[each], kept_in_blocks=kept) for each, kept in layouts)
 
     root, blocks = units[0], units[1:]
 
@@ -192,13 +215,16 @@ def _temporary(
     root_grads = sum(in_ring(root, False, True))
     always = root_grads + gathered(root)
     passing = largest(lambda block: gathered(block, WORLD, GROUP))
+    in_use = largest(lambda block: gathered(block, WORLD, GROUP) + gathering(block))
     released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
     ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0
     most = root_grads + made(units) + ring_bytes(blocks) + step_bytes  # in the optimizer's step, when nothing is gathered any more
     most = max(most, always + made(units) + ring_bytes(blocks) + received(root) + min(1, len(blocks)) * largest(received))
+    before = made(units) + ring_bytes(blocks) + root_grads if adds else made([])  # in the micro-batches before this one
+    most = max(most, before + gathered(root) + gathering(root) + min(ahead, len(blocks)) * in_use)
     for done in range(1, len(blocks) + 1):  # blocks, the last one first, whose reduction has begun; that of the one before is under way
         left = blocks[: len(blocks) - done + 1]
-        held = min(1 + ahead, released, len(left)) * passing + sum(gathered(block, FULL) for block in left)
+        held = min(1 + ahead, released, len(left)) * in_use + sum(gathered(block, FULL) for block in left)
         held += sum(secondary(block) for block in blocks[: len(blocks) - max(1, done - 1)])
         reduced = blocks[-done:]
         most = max(most, always + made(reduced) + held + ring_bytes(reduced) + min(2, done) * largest(received))

@@ -34,9 +34,12 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
     for float16 also {"loss_scaler": its state}.
 
     Optimizer state with one value for each element has its parameter's shape ([1] for a 0-d one), and is fp32 where the optimizer keeps
-    it in 8 bits; all else is kept as it is (a step count).
+    it in 8 bits; all else is kept as it is (a step count). What compression left over of gradients is forgotten, see `wire` [Note: error
+    feedback].
     """
     model = dict(full_tensors(engine))
+    for buffer in engine.trained:
+        buffer.scale_residuals(0)
     scalars: dict[str, dict[str, Any]] = {}
     flat: dict[str, set[str]] = {}
     by_buffer: dict[int, list] = {}
@@ -87,6 +90,7 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
                     raise KeyError(f"{piece.slot.name}: got shape {tuple(whole.shape)}, expected {tuple(piece.slot.shape)}")
                 target[piece.shard_start : piece.shard_stop].copy_(whole.reshape(-1)[piece.start : piece.stop])
         buffer.publish()
+        buffer.scale_residuals(0)
 
     def of_piece(piece: Piece) -> dict[str, Any] | None:
         saved = state["optimizer"].get(piece.slot.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -66,6 +67,21 @@ def test_every_stage_shards_more_of_what_stays() -> None:
     stays = [state.total - state.temporary for state in per_rank]
     assert stays == sorted(stays, reverse=True)
     assert stays[3] == pytest.approx(stays[0] / 4, rel=0.1)  # small parameters: the alignment of each shows
+
+
+def test_the_page_says_what_a_rank_sends_and_what_compression_makes_of_it() -> None:
+    def page(**zero) -> tuple[list[str], int]:
+        made = plan(dataclasses.replace(RECIPE, zero=ZeroConfig(stage=3, **zero)), ranks=4)
+        return describe(made).splitlines(), made.bytes_sent(3)
+
+    lines, plainly = page()
+    assert not any(line.startswith("compression") for line in lines)
+    lines, compressed = page(gather_compression="int8", reduce_compression="int8", error_feedback=True)
+    assert any(
+        re.fullmatch(r"compression +parameters are sent in int8, gradients are sent in int8 with error feedback", line) for line in lines
+    )
+    assert "temporary    feedback        peak" in "\n".join(lines)
+    assert compressed == pytest.approx((1 + 4 / 64) / 4 * plainly, rel=0.01)
 
 
 @pytest.mark.parametrize(

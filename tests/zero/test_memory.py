@@ -65,6 +65,7 @@ def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Mode
         prefetch_bytes=zero.prefetch_bytes,
         micro_batches=micro_batches,
         messages=True,
+        compression=zero,
     )
     return {"peak": engine.memory.peak, "formula": formula, "current": engine.memory.current, "live": live_tensor_bytes() - before}
 
@@ -84,6 +85,23 @@ def test_peak_model_state_is_the_formula_within_two_percent(ranks, zero: ZeroCon
 @pytest.mark.parametrize("zero", [ZeroConfig(stage=2), ZeroConfig(stage=3, reshard_after_forward=False, prefetch_bytes=0)], ids=str)
 def test_what_micro_batches_add_up_and_what_is_kept_after_forward_counts(ranks, zero: ZeroConfig, micro_batches: int) -> None:
     for result in ranks(4, train, zero, PrecisionConfig(), Model, micro_batches):
+        assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)
+        assert result["current"] == pytest.approx(result["live"], rel=0.02)
+
+
+COMPRESSED = [
+    ZeroConfig(stage=1, reduce_compression="bf16"),
+    ZeroConfig(stage=2, reduce_compression="int8", error_feedback=True),
+    ZeroConfig(stage=3, reduce_compression="bf16", prefetch_bytes=0),
+    ZeroConfig(stage=3, gather_compression="int8", prefetch_bytes=0),
+    ZeroConfig(stage=3, gather_compression="int8", reduce_compression="int8", error_feedback=True, prefetch_bytes=300_000),
+]
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero", COMPRESSED, ids=str)
+def test_what_compression_takes_is_counted_too(ranks, zero: ZeroConfig, compute_dtype: str) -> None:
+    for result in ranks(2, train, zero, PrecisionConfig(compute_dtype=compute_dtype)):
         assert result["peak"] == pytest.approx(result["formula"].total, rel=0.02)
         assert result["current"] == pytest.approx(result["live"], rel=0.02)
 

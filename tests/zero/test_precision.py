@@ -156,13 +156,14 @@ def resume(precision: PrecisionConfig, stage: int, offload: str, folder: Path) -
 
 @needs_kernels
 def test_p16_p17_whatever_has_saved_masters_any_precision_goes_on_from_them(ranks, tmp_path) -> None:
-    expected = {kind: ranks(2, save_after_3, kind, tmp_path / kind.master_weights)[0] for kind in (FULL, REMAINDER, NONE)}
+    folders = {kind.master_weights: tmp_path / kind.master_weights for kind in (FULL, REMAINDER, NONE)}
+    expected = {kind.master_weights: ranks(2, save_after_3, kind, folders[kind.master_weights])[0] for kind in (FULL, REMAINDER, NONE)}
     for stage, offload in ((3, "device"), (3, "all"), (2, "optimizer")):
         for saved, loading in ((REMAINDER, REMAINDER), (REMAINDER, FULL), (FULL, REMAINDER), (NONE, NONE)):
-            found = ranks(2, resume, loading, stage, offload, tmp_path / saved.master_weights)[0]
-            assert_same(found, expected[saved])
-    in_fp32 = Checkpoint(tmp_path / "remainder").whole("head.weight")
-    assert in_fp32.dtype is torch.float32 and torch.equal(Checkpoint(tmp_path / "full").whole("head.weight"), in_fp32)
+            found = ranks(2, resume, loading, stage, offload, folders[saved.master_weights])[0]
+            assert_same(found, expected[saved.master_weights])
+    in_fp32 = Checkpoint(folders["remainder"]).whole("head.weight")
+    assert in_fp32.dtype is torch.float32 and torch.equal(Checkpoint(folders["full"]).whole("head.weight"), in_fp32)
 
 
 def test_optimizer_state_that_passes_through_torchs_state_dict_stays_fp32() -> None:

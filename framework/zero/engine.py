@@ -115,6 +115,7 @@ class ZeroEngine:
         self._depth = 0
         self._release_on_leaving = False
         self._verdict: norm.Verdict | None = None
+        self._counted_states = 0
         self.keeps_gathered = 0
         """Depth of `gathered()`; nothing is released inside."""
         self.names_only = False
@@ -220,15 +221,15 @@ class ZeroEngine:
             torch.cuda.current_stream(self.device).wait_event(self.reading)
             self.reading = None
         if self.sharded_optimizer is not None:
-            states = len(self.sharded_optimizer.torch.state)
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            if len(self.sharded_optimizer.torch.state) != states:
+            if len(self.sharded_optimizer.torch.state) != self._counted_states:
                 self._count_optimizer_state()
         written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
             buffer.publish(written=written and buffer.is_written_with_master)
 
     def _count_optimizer_state(self) -> None:
+        self._counted_states = len(self.sharded_optimizer.torch.state)
         for meter, on_host in ((self.memory, False), (self.host_memory, True)):
             meter.set("optimizer", self.sharded_optimizer.state_nbytes(on_host=on_host))
 

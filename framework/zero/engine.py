@@ -122,6 +122,7 @@ class ZeroEngine:
         self._depth = 0
         self._release_on_leaving = False
         self._verdict: norm.Verdict | None = None
+        self._counted_states = 0
         self.updating = False
         """Whether a step has begun to change parameters and not come to its end."""
         self.by_hand: by_hand.ManualStep | None = None
@@ -243,9 +244,8 @@ class ZeroEngine:
         self.wait_for_readers()
         self.updating = True
         if self.sharded_optimizer is not None:
-            states = len(self.sharded_optimizer.torch.state)
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
-            if len(self.sharded_optimizer.torch.state) != states:
+            if len(self.sharded_optimizer.torch.state) != self._counted_states:
                 self._count_optimizer_state()
         written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
         for buffer in self.trained:
@@ -258,6 +258,7 @@ class ZeroEngine:
             self.reading = None
 
     def _count_optimizer_state(self) -> None:
+        self._counted_states = len(self.sharded_optimizer.torch.state)
         for meter, on_host in ((self.memory, False), (self.host_memory, True)):
             meter.set("optimizer", self.sharded_optimizer.state_nbytes(on_host=on_host))
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -76,6 +76,16 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was made inside `fake_tensors` (or while torch traces) and has no memory, whatever its device says."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "fake_mode")
+
+
+def outside_of_modes() -> AbstractContextManager:
+    """Inside, new tensors are real ones, also where somebody watches every operation."""
+    return _disable_current_modes()
 
 
 def in_dispatch_mode() -> bool:

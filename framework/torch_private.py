@@ -149,6 +149,8 @@ def self_test() -> None:
     changed = torch.ones(2)
     if (version(changed), version(changed.add_(1))) != (0, 1):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._version counts differently")
+    if storage_id(changed) != storage_id(changed[1:]) or storage_id(changed) == storage_id(changed.clone()):
+        raise RuntimeError(f"torch {torch.__version__}: storages no longer tell which tensors share memory")
 
     tree = {"a": [torch.ones(1), (2, None)], "b": "c"}
     leaves, spec = tree_flatten(tree)
@@ -157,7 +159,9 @@ def self_test() -> None:
 
     with TorchDispatchMode():
         watched = in_dispatch_mode()
-    if in_dispatch_mode() or not watched:
+        with outside_of_modes():
+            watched_inside = in_dispatch_mode()
+    if in_dispatch_mode() or not watched or watched_inside:
         raise RuntimeError(f"torch {torch.__version__} keeps its dispatch modes elsewhere")
 
     if torch.cuda.is_initialized() and raw_stream(torch.cuda.current_device()) != torch.cuda.current_stream().cuda_stream:

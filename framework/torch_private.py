@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import Node
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -82,6 +82,16 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was made inside `fake_tensors` (or while torch traces) and has no memory, whatever its device says."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "fake_mode")
+
+
+def outside_of_modes() -> AbstractContextManager:
+    """Inside, new tensors are real ones, also where somebody watches every operation."""
+    return _disable_current_modes()
 
 
 def in_dispatch_mode() -> bool:
@@ -149,6 +159,8 @@ def self_test() -> None:
     changed = torch.ones(2)
     if (version(changed), version(changed.add_(1))) != (0, 1):
         raise RuntimeError(f"torch {torch.__version__}: Tensor._version counts differently")
+    if storage_id(changed) != storage_id(changed[1:]) or storage_id(changed) == storage_id(changed.clone()):
+        raise RuntimeError(f"torch {torch.__version__}: storages no longer tell which tensors share memory")
 
     tree = {"a": [torch.ones(1), (2, None)], "b": "c"}
     leaves, spec = tree_flatten(tree)
@@ -157,7 +169,9 @@ def self_test() -> None:
 
     with TorchDispatchMode():
         watched = in_dispatch_mode()
-    if in_dispatch_mode() or not watched:
+        with outside_of_modes():
+            watched_inside = in_dispatch_mode()
+    if in_dispatch_mode() or not watched or watched_inside:
         raise RuntimeError(f"torch {torch.__version__} keeps its dispatch modes elsewhere")
 
     if torch.cuda.is_initialized() and raw_stream(torch.cuda.current_device()) != torch.cuda.current_stream().cuda_stream:

@@ -39,7 +39,8 @@ def _is_compiled(function: str, device_type: str, dtype: torch.dtype) -> bool:
     key = function, device_type, dtype
     like = _EXAMPLES.get(key)
     if like is None:
-        like = _EXAMPLES[key] = torch.empty(0, dtype=dtype, device=device_type)
+        with torch_private.outside_of_modes():  # it is kept: a real one
+            like = _EXAMPLES[key] = torch.empty(0, dtype=dtype, device=device_type)
     return library_for(function, x=like) is not None
 
 

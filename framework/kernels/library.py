@@ -144,7 +144,7 @@ def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) 
     if False in [tensor.is_contiguous() for tensor in given]:
         raise KernelError(_not_contiguous(function, named))
     device = devices.pop() if devices else None
-    if _mode == "reference" or device is None or device.type == "meta":
+    if _mode == "reference" or device is None or device.type == "meta" or True in [torch_private.is_fake(tensor) for tensor in given]:
         return None
     library = _substitutes.get(device.type) or _load(device.type)
     unknown = None  # a tensor whose dtype the kernels do not know

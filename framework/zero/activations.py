@@ -69,7 +69,7 @@ class HostActivations:
         self._ahead: _Copy | None = None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor | Kept:
-        if torch_private.storage_id(x) in self._owned:
+        if not x.numel() or torch_private.storage_id(x) in self._owned:  # torch 2.12's `checkpoint` saves an empty tensor, too
             return x
         kept = Kept(torch.empty_like(x, device="cpu", pin_memory=self._stream is not None), self._last, self._host_memory)
         leaving = self._copy(kept, x, to_host=True)

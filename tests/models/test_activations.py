@@ -24,6 +24,8 @@ def make(kind: str, **options) -> Llama:
     model = Llama(ARCH, **options)
     if kind == "adapters":
         add_adapter(model, PeftConfig(method="lora", rank=2))
+    if kind == "adapters on codes":
+        add_adapter(model, PeftConfig(method="lora", rank=2, dora=True, base="int8"))
     if kind == "upper blocks":
         model.model.embed_tokens.requires_grad_(False)
         model.model.layers[0].requires_grad_(False)
@@ -31,7 +33,7 @@ def make(kind: str, **options) -> Llama:
 
 
 @pytest.mark.parametrize("way", [None, "apart", "mask"])
-@pytest.mark.parametrize("kind", ["all", "adapters", "upper blocks"])
+@pytest.mark.parametrize("kind", ["all", "adapters", "adapters on codes", "upper blocks"])
 def test_measured_bytes_are_those_that_autograd_saves(kind: str, way: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = make(kind), torch.randint(0, 64, (ROWS, TOKENS))
     expected = activation_bytes(model, ROWS, TOKENS, torch.float32, "cpu", way)

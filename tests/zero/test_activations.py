@@ -23,12 +23,16 @@ class Parts:
         self.inner = inner
 
     def pack(self, x: torch.Tensor):
+        if not x.numel():
+            return None, x
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         part = x.flatten().chunk(size)[rank].clone()
         return x.shape, part if self.inner is None else self.inner.pack(part)
 
     def unpack(self, kept) -> torch.Tensor:
         shape, part = kept
+        if shape is None:
+            return part
         part = part if self.inner is None else self.inner.unpack(part)
         whole = part.new_empty(part.numel() * torch.distributed.get_world_size())
         torch_private.all_gather_single(whole, part)

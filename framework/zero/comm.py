@@ -66,15 +66,18 @@ class _InTurn(Handle):
     """Two communications, of which the second needs the result of the first."""
 
     def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
-        super().__init__([], finish=lambda: begin().wait())
-        self._first = first
+        super().__init__([])
+        self._under_way, self._begin = first, begin
 
     def wait(self) -> None:
-        self._first.wait()
-        super().wait()
+        self._under_way.wait()
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            self._under_way = begin()
+            self._under_way.wait()
 
     def abandon(self) -> None:
-        self._first.abandon()
+        self._under_way.abandon()
 
 
 class Traffic:

@@ -184,7 +184,8 @@ def _sharding(plan: Plan) -> list[str]:
     zero, ranks, lines = plan.recipe.zero, plan.batch.world_size, []
     if zero.shard_size is not None:
         over = f"all {ranks} ranks" if zero.shard_optimizer == "world" else "a group"
-        lines.append(f"{ranks // zero.shard_size} groups of {zero.shard_size} ranks, the same in each; optimizer state over {over}")
+        groups = "one group" if ranks == zero.shard_size else f"{ranks // zero.shard_size} groups"
+        lines.append(f"{groups} of {zero.shard_size} ranks, the same in each; optimizer state over {over}")
     if zero.secondary_shard_size is not None:
         size = zero.secondary_shard_size
         lines.append(f"over {ranks} ranks; between forward and backward in shards over groups of {size}")

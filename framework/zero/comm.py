@@ -74,15 +74,18 @@ class _InTurn(Handle):
     """Two communications, of which the second needs the result of the first."""
 
     def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
-        super().__init__([], finish=lambda: begin().wait(), room=first.room)
-        self._first = first
+        super().__init__([], room=first.room)
+        self._under_way, self._begin = first, begin
 
     def wait(self) -> None:
-        self._first.wait()
-        super().wait()
+        self._under_way.wait()
+        begin, self._begin = self._begin, None
+        if begin is not None:
+            self._under_way = begin()
+            self._under_way.wait()
 
     def abandon(self) -> None:
-        self._first.abandon()
+        self._under_way.abandon()
 
 
 class Traffic:

@@ -10,8 +10,7 @@ import torch
 from framework.checkpoint.folder import step_folder
 from framework.checkpoint.load import Checkpoint, load_optimizer
 from framework.checkpoint.save import save
-from framework.config.schema import ZeroModuleConfig
-from framework.zero import ZeroConfig, ZeroEngine
+from framework.zero import ZeroConfig, ZeroEngine, ZeroModuleConfig
 from tests.checkpoint.test_save_load import from_module, same, train
 from tests.zero import zoo
 
@@ -57,7 +56,7 @@ def load_under(folder: Path, pairs: list[tuple[int, ZeroConfig]]) -> list[tuple]
 def test_p16_p17_every_shape_is_written_once_and_read_under_every_other_to_the_bit(ranks, tmp_path: Path) -> None:
     names = [*SHAPES, "plain"]
     shapes = [*SHAPES.values(), PLAIN]
-    saved = ranks(4, save_under, tmp_path, shapes, timeout=120)[0]
+    saved = ranks(4, save_under, tmp_path, shapes, timeout=240)[0]
     for number, name in enumerate(names):
         checkpoint = Checkpoint(step_folder(tmp_path / str(number), 2))
         elements = sum(buffer["total"] for buffer in checkpoint.index["buffers"])
@@ -66,6 +65,6 @@ def test_p16_p17_every_shape_is_written_once_and_read_under_every_other_to_the_b
     for size, pairs in ((4, across), (2, across[1:3]), (1, [(number, PLAIN) for number in range(len(shapes))])):
         if size == 2:
             pairs = [(number, zero) for number, zero in pairs if zero.secondary_shard_size is None]
-        for (number, _), (state, losses) in zip(pairs, ranks(size, load_under, tmp_path, pairs, timeout=120)[0], strict=True):
+        for (number, _), (state, losses) in zip(pairs, ranks(size, load_under, tmp_path, pairs, timeout=240)[0], strict=True):
             assert same(state, saved[number][0]), (names[number], size)
             assert losses == pytest.approx(saved[number][1], rel=1e-5)

@@ -28,6 +28,7 @@ from framework.config.schema import (
     ScheduleConfig,
     TrainerConfig,
     ZeroConfig,
+    ZeroModuleConfig,
 )
 from framework.data.batches import StepBatches
 from framework.data.prepare import prepare
@@ -170,6 +171,18 @@ def test_p44_a_recipe_trains_as_plain_torch_with_offloaded_state(ranks, recipe, 
     assert summary["peak_offloaded_bytes"] == pytest.approx(planned.host, rel=0.02)
     assert summary["peak_disk_bytes"] == planned.disk
     assert ("on host" in (tmp_path / "run" / PLAN).read_text()) and (planned.disk > 0) == (offload.params == "nvme")
+
+
+def test_p44_a_recipe_trains_as_plain_torch_in_shard_groups(ranks, recipe, tmp_path) -> None:
+    rule = ZeroModuleConfig(pattern="embed_tokens", stage=2)
+    hybrid = dataclasses.replace(recipe, zero=ZeroConfig(stage=3, shard_size=2, shard_optimizer="world", modules=[rule]))
+    write_run_dir(tmp_path / "run", hybrid, overrides=[], command=["test"])
+    ranks(4, fit, hybrid, tmp_path / "run", timeout=120)
+    assert series(read_metrics(tmp_path / "run" / METRICS), "loss")[1] == pytest.approx(plain_losses(recipe), rel=1e-5)
+    prepared = prepare(recipe.data, load_tokenizer(recipe.model), seed=recipe.seed, show_progress=False)
+    planned, summary = plan_of(hybrid, None, prepared, 4).state_bytes(3), read_summary(tmp_path / "run")
+    assert summary["peak_model_state_bytes"] == pytest.approx(planned.total, rel=0.05)
+    assert "2 groups of 2 ranks" in (tmp_path / "run" / PLAN).read_text()
 
 
 @pytest.mark.parametrize("initial_scale", [64.0, 2.0**24])

@@ -190,3 +190,18 @@ def test_settings_that_cannot_be_are_all_told_at_once():
     ]
     adapters = dataclasses.replace(recipe, model=ModelConfig(path="m", freeze=["mlp"]), peft=PeftConfig(method="lora", base_block=32))
     assert [problem.fix for problem in check_settings(adapters)][:2] == ["peft.base=nf4", "peft=none"]
+
+
+def test_muon_takes_matrices_in_blocks_and_leaves_the_others_to_adamw_at_its_rate():
+    optimizer = OptimizerConfig(name="muon", lr=0.02, adamw_lr=0.005, groups=[ParameterGroupConfig(pattern="norm", lr_factor=2.0)])
+    for architecture in (TIED, UNTIED):
+        shapes = trained_shapes(architecture, ModelConfig(), NONE)
+        settings = settings_of(shapes, architecture, optimizer)
+        for name, shape in shapes.items():
+            orthogonal = ".layers." in name and len(shape) == 2
+            factor = 1.0 if orthogonal else 0.25 * (2.0 if name == "model.norm.weight" else 1.0)
+            assert (settings[name].orthogonal, settings[name].lr_factor) == (orthogonal, factor), name
+    with torch.device("meta"):
+        groups = parameter_groups(Llama(UNTIED), optimizer)
+    assert {group["orthogonal"] for group in groups} == {True, False}
+    assert all("orthogonal" not in group for group in parameter_groups(Llama(UNTIED), OptimizerConfig()))

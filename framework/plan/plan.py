@@ -17,7 +17,7 @@ from framework.models.architecture import parameter_count
 from framework.models.documents import require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import choose_trained, settings_of, trained_shapes
-from framework.zero import muon_step
+from framework.zero import adafactor_step, muon_step
 from framework.zero.layout import Layout, Piece, Slot, UnitLayout, plan_units, with_gap
 from framework.zero.memory import StateBytes, state_bytes
 from framework.zero.optimizer_bytes import state_bytes_of
@@ -138,6 +138,9 @@ class Plan:
 
     def step_bytes(self, shards: int, rank: int = 0) -> tuple[int, int]:
         """(memory, sent) of an optimizer's step that is made together by `shards` ranks."""
+        if self.recipe.optimizer.name == "adafactor":
+            nbytes = adafactor_step.step_bytes(slot for layout in self._trained for slot in layout.slots)
+            return nbytes, 2 * (shards - 1) * nbytes // shards
         return muon_step.step_bytes(self.orthogonal, shards, rank)
 
     @property

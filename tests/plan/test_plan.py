@@ -145,3 +145,18 @@ def test_the_page_says_which_end_is_not_reached(ends: dict, remark: str) -> None
     trainer = dataclasses.replace(RECIPE.trainer, **{"max_steps": None, "epochs": None} | ends)
     (line,) = [line for line in describe(plan(dataclasses.replace(RECIPE, trainer=trainer))).splitlines() if line.startswith("steps")]
     assert line.endswith(f" tokens{remark}")
+
+
+def test_the_state_of_each_optimizer_takes_its_own_bytes() -> None:
+    embedding, matrices = 300 * 32 * 2, 3 * (4 * 32 * 32 + 3 * 32 * 48)
+    vectors = 3 * 64 + 32
+    factored = 2 * (300 + 32) + 3 * (4 * 64 + 3 * 80) + vectors
+    for optimizer, expected, said in (
+        (OptimizerConfig(name="muon"), 4 * matrices + 8 * (embedding + vectors), "orthogonal steps for 21 matrices in blocks"),
+        (OptimizerConfig(name="adafactor"), 4 * factored, ""),
+        (OptimizerConfig(moments="8bit"), 2 * embedding * 65 // 64 + 8 * (matrices + vectors), "in 8 bits"),
+    ):
+        made = plan(dataclasses.replace(RECIPE, optimizer=optimizer), ranks=1)
+        assert made.state_bytes(0).optimizer == pytest.approx(expected, rel=1e-3)
+        assert made.checkpoint_bytes == pytest.approx(4 * made.parameters + expected, rel=0.06), "small parameters: the alignment of each shows"
+        assert said in describe(made)

@@ -103,7 +103,7 @@ def _groups(plan: Plan) -> list[str]:
     optimizer = plan.recipe.optimizer
     shapes = trained_shapes(plan.architecture, plan.recipe.model, plan.recipe.peft)
     settings = settings_of(shapes, plan.architecture, optimizer)
-    lines = _whole_matrices(plan)
+    lines = _matrices(plan)
     if optimizer.layer_lr_decay is not None:
         slowest = min(settings, key=lambda name: settings[name].lr_factor)
         lines.append(f"x {optimizer.layer_lr_decay:g} for each block away from the head, x {settings[slowest].lr_factor:.3g} at {slowest}")
@@ -113,11 +113,12 @@ def _groups(plan: Plan) -> list[str]:
     return lines
 
 
-def _whole_matrices(plan: Plan) -> list[str]:
-    """What Muon does itself, what it leaves to AdamW, and what ranks send for it."""
+def _matrices(plan: Plan) -> list[str]:
+    """What Muon does itself, what it leaves to AdamW, and what ranks send for it; which moments take a byte."""
     optimizer, matrices = plan.recipe.optimizer, plan.orthogonal
     if optimizer.name != "muon":
-        return []
+        in_8_bits = ["moments of matrices of 4,096 elements and more in 8 bits, the others' in fp32"]
+        return in_8_bits if optimizer.moments == "8bit" else []
     others = sum(len(layout.slots) for unit in plan.units for layout in unit.layouts if layout.requires_grad) - len(matrices)
     factor = "" if optimizer.adamw_lr is None else f", x {optimizer.adamw_lr / optimizer.lr:g}"
     sent = plan.step_bytes(plan.recipe.zero.stage)[1]

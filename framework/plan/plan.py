@@ -19,7 +19,7 @@ from framework.models.architecture import head_dim, parameter_count
 from framework.models.documents import attention_way, require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import EMBEDDING, choose_trained, settings_of, trained_shapes
-from framework.zero import muon_step
+from framework.zero import adafactor_step, muon_step
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
 from framework.zero.grid import keep_gathered, place_of
 from framework.zero.layout import Layout, Piece, Slot, UnitLayout, plan_units, with_gap
@@ -125,7 +125,7 @@ class Plan:
 
     def bytes_sent(self, stage: int) -> int:
         """What a rank sends in a step at `stage`."""
-        return bytes_sent(
+        return self.step_bytes(stage)[1] + bytes_sent(
             self.units_of_stage[stage],
             policy_of(self.recipe.zero, stage),
             self.batch.world_size,
@@ -212,6 +212,9 @@ class Plan:
     def step_bytes(self, stage: int, rank: int = 0) -> tuple[int, int]:
         """(memory, sent) of an optimizer's step at `stage` that ranks make together."""
         shards = 1 if policy_of(self.recipe.zero, stage).optimizer is FULL else self._group_size
+        if self.recipe.optimizer.name == "adafactor":
+            nbytes = adafactor_step.step_bytes(slot for layout in self._trained for slot in layout.slots)
+            return nbytes, 2 * (shards - 1) * nbytes // shards
         return muon_step.step_bytes(self.orthogonal, shards, rank % shards)
 
     @property

@@ -52,7 +52,7 @@ class EightBit(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter] = self.state[parameter] or self.new_state(parameter.shape, parameter.view(-1))
                 state["step"] += 1
-                self.update(group, int(state["step"]), state, parameter.view(-1), parameter.grad.view(-1))
+                self.update(group, int(state["step"]), state, parameter.view(-1), parameter.grad.reshape(-1))
         return loss
 
     def new_state(self, shape: torch.Size, piece: Tensor) -> dict[str, Tensor]:

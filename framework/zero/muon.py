@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
                     parameter.copy_(moved(group, parameter.shape, parameter, direction))
                 else:
                     state["step"] += 1
-                    flat = (tensor.view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
+                    flat = (tensor.reshape(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
                     adamw_step(group, int(state["step"]), *flat)
         return loss
 

@@ -205,3 +205,18 @@ def test_a_pattern_of_zero_modules_that_means_nothing_names_what_there_is():
     assert "embed_tokens" in unknown.fix and "stage: 1" in unknown.fix
     assert quantised.path == "zero.modules[2].pattern" and "weight_codes" in quantised.expected
     assert shadowed.path == "zero.modules[3].pattern" and "in the patterns before it" in shadowed.got
+
+
+def test_muon_takes_matrices_in_blocks_and_leaves_the_others_to_adamw_at_its_rate():
+    optimizer = OptimizerConfig(name="muon", lr=0.02, adamw_lr=0.005, groups=[ParameterGroupConfig(pattern="norm", lr_factor=2.0)])
+    for architecture in (TIED, UNTIED):
+        shapes = trained_shapes(architecture, ModelConfig(), NONE)
+        settings = settings_of(shapes, architecture, optimizer)
+        for name, shape in shapes.items():
+            orthogonal = ".layers." in name and len(shape) == 2
+            factor = 1.0 if orthogonal else 0.25 * (2.0 if name == "model.norm.weight" else 1.0)
+            assert (settings[name].orthogonal, settings[name].lr_factor) == (orthogonal, factor), name
+    with torch.device("meta"):
+        groups = parameter_groups(Llama(UNTIED), optimizer)
+    assert {group["orthogonal"] for group in groups} == {True, False}
+    assert all("orthogonal" not in group for group in parameter_groups(Llama(UNTIED), OptimizerConfig()))

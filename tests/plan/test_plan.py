@@ -277,3 +277,20 @@ def test_a_budget_for_activations_recomputes_as_few_blocks_as_it_allows_and_is_r
     with pytest.raises(UserError, match=f"at least {least:,} bytes") as caught:
         recomputing(activation_budget_bytes=1000)
     assert caught.value.problems[0].fix.startswith(f"model.activation_budget_bytes={least}")
+
+
+def test_the_state_of_each_optimizer_takes_its_own_bytes() -> None:
+    embedding, matrices = 300 * 32 * 2, 3 * (4 * 32 * 32 + 3 * 32 * 48)
+    vectors = 3 * 64 + 32
+    factored = 2 * (300 + 32) + 3 * (4 * 64 + 3 * 80) + vectors
+    for optimizer, expected, said in (
+        (OptimizerConfig(name="muon"), 4 * matrices + 8 * (embedding + vectors), "orthogonal steps for 21 matrices in blocks"),
+        (OptimizerConfig(name="adafactor"), 4 * factored, ""),
+        (OptimizerConfig(moments="8bit"), 2 * embedding * 65 // 64 + 8 * (matrices + vectors), "in 8 bits"),
+    ):
+        made = plan(dataclasses.replace(RECIPE, optimizer=optimizer), ranks=1)
+        assert made.state_bytes(0).optimizer == pytest.approx(expected, rel=1e-3)
+        assert made.checkpoint_bytes == pytest.approx(4 * made.parameters + expected, rel=0.08), (
+            "small parameters: the alignment of each shows"
+        )
+        assert said in describe(made)

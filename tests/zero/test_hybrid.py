@@ -120,11 +120,8 @@ def measure(shapes: list[str], dtype: str, offload: OffloadConfig) -> list[dict[
         meter = engine.memory
         rest = {kind: meter.by_kind.get(kind, 0) for kind in ("params", "grads", "master", "optimizer")}
         engine.flush()
-        counts = 4 * len(engine.sharded_optimizer.pieces)  # of steps, which the formula leaves out
-        on_host, on_device = (counts, 0) if offload.optimizer == "cpu" else (0, counts)
-        planned = {kind: getattr(state, kind) + (on_device if kind == "optimizer" else 0) for kind in rest}
-        host = engine.host_memory.current, state.host + on_host
-        peak, wire = (meter.peak, state.total + on_device), (engine.bytes_sent - before, sent)
+        planned = {kind: getattr(state, kind) for kind in rest}
+        host, peak, wire = (engine.host_memory.current, state.host), (meter.peak, state.total), (engine.bytes_sent - before, sent)
         found.append({"rest": (rest, planned), "host": host, "peak": peak, "sent": wire})
     return found
 

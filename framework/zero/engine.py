@@ -231,8 +231,10 @@ class ZeroEngine:
             self.skipped_steps += 1
         for buffer in self.trained:
             buffer.end_step()
-            if scale is not None or in_kernel:
-                buffer.scale_residuals(torch.where(finite, 1.0 if scale is None else self.scaler.scale / scale, 0.0))
+        if self.zero.error_feedback and (scale is not None or in_kernel):
+            kept = torch.where(finite, 1.0 if scale is None else self.scaler.scale / scale, 0.0)
+            for buffer in self.trained:
+                buffer.scale_residuals(kept)
         self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
         self.steps_done += 1
         self._new_step()

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from framework.config import schema
+from framework.config import schema, schema_engine
 from framework.config.paths import asset_dir
 from framework.config.schema import RecipeConfig
 from framework.config.suggest import suggest_paths
@@ -108,7 +108,8 @@ def options_of(group: str) -> dict[str, str]:
 def _docstrings() -> dict[str, dict[str, str]]:
     """Class name -> field name -> the docstring under it in the source of the schema."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+    nodes = (node for module in (schema, schema_engine) for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body)
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {}
             for field, after in zip(node.body, node.body[1:], strict=False):

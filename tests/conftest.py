@@ -25,8 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
+from hypothesis import settings
 
 from tests.pool import Pool
+
+settings.register_profile("suite", deadline=None, max_examples=50)  # a busy machine may take seconds for an example
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -362,6 +362,7 @@ def batches(plan: Plan, prepared: Prepared, place: Place, first_step: int) -> tu
         total_steps=plan.steps.total_steps,
         first_step=first_step,
         mix=prepared.mix,
+        pinned=plan.device_type == "cuda",
     )
     return train, None if prepared.validation is None else validation_batches(recipe, batch.micro_batch_size, prepared, place)
 

@@ -11,8 +11,9 @@ So the samples of a step depend on (seed, epoch, global batch) alone, each is us
 collective that another never enters. A slot without a sample gets one padding token and no target, which adds nothing to loss or token
 count.
 
-Unusual: no torch DataLoader. Padding a few rows costs microseconds, and Lightning takes any sized iterable. Lightning calls `set_epoch`
-on a loader's `sampler`, which is therefore the loader itself.
+Unusual: no torch DataLoader and no process or thread beside training. A batch costs a fraction of a millisecond
+(`scripts/bench/data.py`), and Lightning takes any sized iterable. Lightning calls `set_epoch` on a loader's `sampler`, which is therefore
+the loader itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from framework.data.dataset import Sample, TokenDataset
+from framework.data.dataset import Rows, TokenDataset
 from framework.data.mix import Mix
 from framework.data.order import permutation
 
@@ -48,13 +49,15 @@ class StepBatches:
         total_steps: int | None = None,
         first_step: int = 0,
         mix: Mix | None = None,
+        pinned: bool = False,
     ) -> None:
         """`total_steps` of the whole run end the last epoch early; None: every epoch is whole. `first_step` steps have been done before.
-        `mix`: in which proportions an epoch has which of the samples; None: each once."""
+        `mix`: in which proportions an epoch has which of the samples; None: each once. `pinned`: for a GPU, which else would have to
+        finish its step before it takes the next batch."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
         self.dataset, self.lengths, self.pad_id = dataset, dataset.lengths, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
-        self.seed, self.shuffle, self.total_steps, self.mix = seed, shuffle, total_steps, mix
+        self.seed, self.shuffle, self.total_steps, self.mix, self.pinned = seed, shuffle, total_steps, mix, pinned
         self.global_batch_size = micro_batch_size * accumulate * world_size
         self.samples_per_epoch = len(dataset) if mix is None else mix.samples_per_epoch
         self.steps_per_epoch = -(-self.samples_per_epoch // self.global_batch_size)
@@ -96,7 +99,7 @@ class StepBatches:
         return [turn[-1 - self.rank if number % 2 else self.rank] for number, turn in enumerate(turns)]
 
     def _micro_batch(self, indices: np.ndarray) -> MicroBatch:
-        return collate([self.dataset[int(index)] for index in indices], self.pad_id)
+        return collate(self.dataset.rows(indices), self.pad_id, pinned=self.pinned)
 
 
 class EvalBatches:
@@ -142,7 +145,7 @@ class EvalBatches:
         for source, indices in self._turns:
             if self.given_up:
                 return
-            yield collate([self.dataset[int(index)] for index in indices], self.pad_id) | {"source": source}
+            yield collate(self.dataset.rows(indices), self.pad_id) | {"source": source}
 
     def give_up(self) -> None:
         """End the current pass; call it on all ranks after the same batch."""
@@ -154,26 +157,27 @@ def longest_first(indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return indices[np.argsort(-lengths[indices], kind="stable")]
 
 
-def collate(samples: list[Sample], pad_id: int) -> MicroBatch:
-    """Rows padded on the right to the longest; no sample at all becomes one padding token.
+def collate(rows: Rows, pad_id: int, *, pinned: bool = False) -> MicroBatch:
+    """Rows padded on the right to the longest, `pinned` in memory where a GPU is to fetch them; no row at all becomes one padding token.
 
     input_ids [rows, tokens] int64; labels [rows, tokens] int64, shifted: labels[t] is what position t must predict, -100 for nothing;
     trained_tokens: targets in the micro-batch; samples: rows that are not padding. Packs also have document_lengths: for each row the
     tokens of its documents, which a model has to keep apart. No label crosses from one to the next.
     """
-    rows, tokens = max(1, len(samples)), max((len(sample) for sample in samples), default=1)
-    input_ids = np.full((rows, tokens), pad_id, dtype=np.int64)
-    labels = np.full((rows, tokens), IGNORED, dtype=np.int64)
-    for row, sample in enumerate(samples):
-        input_ids[row, : len(sample)] = sample.input_ids
-        targets = sample.trained[1:]
-        labels[row, : len(sample) - 1][targets] = sample.input_ids[1:][targets]
+    lengths, ends = rows.lengths.tolist(), np.cumsum(rows.lengths).tolist()
+    shape = max(1, len(lengths)), max(lengths, default=1)
+    input_ids, labels = (torch.full(shape, value, dtype=torch.int64, pin_memory=pinned) for value in (pad_id, IGNORED))
+    ids, targets = rows.ids, np.where(rows.trained, rows.ids, np.int32(IGNORED))
+    inputs, shifted = input_ids.numpy(), labels.numpy()
+    for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        inputs[row, :length] = ids[end - length : end]
+        shifted[row, : length - 1] = targets[end - length + 1 : end]
     micro_batch = {
-        "input_ids": torch.from_numpy(input_ids),
-        "labels": torch.from_numpy(labels),
-        "trained_tokens": sum(int(np.count_nonzero(sample.trained)) for sample in samples),
-        "samples": len(samples),
+        "input_ids": input_ids,
+        "labels": labels,
+        "trained_tokens": int(np.count_nonzero(rows.trained)),
+        "samples": len(lengths),
     }
-    if any(sample.document_lengths for sample in samples):
-        micro_batch["document_lengths"] = [list(sample.document_lengths) for sample in samples]
+    if rows.document_lengths:
+        micro_batch["document_lengths"] = rows.document_lengths
     return micro_batch

@@ -5,7 +5,8 @@
     chained   a b c d e f g | x y z                 arrays one after the other
     mask      . 1 1 1 | . 1 1 | . 1                 all but the first of each sample: nothing is stored at all
 
-A slice is read from where it lies and is then a plain numpy array. A segment takes 16 bytes of memory, however long it is.
+A slice is read from where it lies and is then a plain numpy array; many are read in one go (`take`), as a batch needs them. A segment takes
+16 bytes, however long it is.
 
 Unusual: each array can say what it is without being read (`identify`), so that data sets larger than memory are compared in a moment.
 """
@@ -34,8 +35,12 @@ class FlatArray(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def take(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Items of several ranges, one range after the other. starts, lengths [ranges] int64, within the array."""
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Items start ... stop - 1; 0 <= start <= stop <= len."""
+        return self.take(np.array([start]), np.array([stop - start]))
 
     @abstractmethod
     def identify(self, into: Hash) -> None:
@@ -66,8 +71,9 @@ class Stored(FlatArray):
     def __len__(self) -> int:
         return len(self.array)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self._plain[start:stop]
+    def take(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        parts = [self._plain[start:stop] for start, stop in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
+        return parts[0] if len(parts) == 1 else np.concatenate([self._plain[:0], *parts])
 
     def identify(self, into: Hash) -> None:
         if self._digest is None:
@@ -101,16 +107,9 @@ class Gathered(FlatArray):
     def __len__(self) -> int:
         return int(self.segments.offsets[-1])
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        if start == stop:
-            return self.base.read(0, 0)
-        offsets = self.segments.offsets
-        first, last = int(offsets.searchsorted(start, side="right")) - 1, int(offsets.searchsorted(stop))
-        places = zip(self.segments.starts[first:last].tolist(), offsets[first:last].tolist(), strict=True)
-        parts = []
-        for (at, begin), end in zip(places, offsets[first + 1 : last + 1].tolist(), strict=True):
-            parts.append(self.base.read(at + max(start - begin, 0), at + min(stop, end) - begin))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def take(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        segment, within, sizes = _split(self.segments.offsets, starts, lengths)
+        return self.base.take(self.segments.starts[segment] + within, sizes)
 
     def identify(self, into: Hash) -> None:
         self.base.identify(into)
@@ -131,16 +130,17 @@ class Chained(FlatArray):
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        if start == stop:
-            return self.parts[0].read(0, 0)
-        number = int(np.searchsorted(self.starts, start, side="right")) - 1
-        found = []
-        while start < stop:
-            end = min(stop, int(self.starts[number + 1]))
-            found.append(self.parts[number].read(start - int(self.starts[number]), end - int(self.starts[number])))
-            start, number = end, number + 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
+    def take(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        part, within, sizes = _split(self.starts, starts, lengths)
+        taken: np.ndarray | None = None
+        for number in np.unique(part).tolist():
+            mine = part == number
+            found = self.parts[number].take(within[mine], sizes[mine])
+            if mine.all():
+                return found
+            taken = np.empty(sizes.sum(), found.dtype) if taken is None else taken
+            taken[ranges((np.cumsum(sizes) - sizes)[mine], sizes[mine])] = found
+        return self.parts[0].take(starts[:0], lengths[:0]) if taken is None else taken
 
     def identify(self, into: Hash) -> None:
         for part in self.parts:
@@ -160,10 +160,10 @@ class AllButFirst(FlatArray):
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        first, last = self.offsets.searchsorted(start), self.offsets.searchsorted(stop)
-        mask = np.ones(stop - start, dtype=bool)
-        mask[self.offsets[first:last] - start] = False
+    def take(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        first, last = self.offsets.searchsorted(starts), self.offsets.searchsorted(starts + lengths)
+        mask = np.ones(lengths.sum(), dtype=bool)
+        mask[self.offsets[ranges(first, last - first)] + np.repeat(np.cumsum(lengths) - lengths - starts, last - first)] = False
         return mask
 
     def identify(self, into: Hash) -> None:
@@ -173,6 +173,31 @@ class AllButFirst(FlatArray):
     @property
     def largest(self) -> int:
         return 1
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... of each range, one range after the other. starts, lengths [ranges]"""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def _split(offsets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ranges cut where parts of an array begin: of each piece its part, its first item counted in the part, and its items.
+
+    offsets [parts + 1]; starts, lengths [ranges]
+    """
+    first, last = offsets.searchsorted(starts, side="right") - 1, offsets.searchsorted(starts + lengths)
+    part = ranges(first, last - first)
+    begins = np.maximum(offsets[part], np.repeat(starts, last - first))
+    ends = np.minimum(offsets[part + 1], np.repeat(starts + lengths, last - first))
+    return part, begins - offsets[part], ends - begins
+
+
+def take_alike(arrays: Sequence[FlatArray], starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """`take` of each; what lies in the same segments of several arrays is looked up once."""
+    while all(isinstance(array, Gathered) and array.segments is arrays[0].segments for array in arrays):
+        segment, within, lengths = _split(arrays[0].segments.offsets, starts, lengths)
+        starts, arrays = arrays[0].segments.starts[segment] + within, [array.base for array in arrays]
+    return [array.take(starts, lengths) for array in arrays]
 
 
 def content_digest(array: np.ndarray) -> str:

@@ -83,7 +83,7 @@ def test_as_many_packs_as_samples_where_no_two_fit_together():
 def test_p14_no_label_crosses_from_one_document_to_the_next(lengths):
     """Document n holds only the token n + 1, so a label that differs from its token would be one of the next document."""
     packed = pack(dataset(lengths), 32)
-    micro = collate([packed[i] for i in range(len(packed))], pad_id=0)
+    micro = collate(packed.rows(np.arange(len(packed))), pad_id=0)
     labelled = micro["labels"] != -100
     assert (micro["labels"] == micro["input_ids"])[labelled].all()
     assert int(labelled.sum()) == micro["trained_tokens"] == sum(length - 1 for length in lengths)
@@ -91,10 +91,10 @@ def test_p14_no_label_crosses_from_one_document_to_the_next(lengths):
 
 def test_a_micro_batch_of_packs_says_where_documents_lie_and_one_of_samples_does_not():
     packed = pack(dataset([5, 3, 2, 2, 1]), 6)
-    micro = collate([packed[0], packed[2]], pad_id=9)
+    micro = collate(packed.rows(np.array([0, 2])), pad_id=9)
     assert micro["input_ids"].tolist() == [[1, 1, 1, 1, 1, 5], [4, 4, 9, 9, 9, 9]]
     assert micro["document_lengths"] == [[5, 1], [2]] and micro["samples"] == 2
-    assert "document_lengths" not in collate([dataset([3])[0]], pad_id=9)
+    assert "document_lengths" not in collate(dataset([3]).rows(np.array([0])), pad_id=9)
 
 
 @pytest.mark.parametrize(("micro", "accumulate", "world_size"), [(4, 1, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4)])

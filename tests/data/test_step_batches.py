@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.data.batches import EvalBatches, StepBatches, collate
-from framework.data.dataset import Sample, TokenDatasetBuilder
+from framework.data.dataset import Rows, TokenDatasetBuilder
 from framework.data.order import permutation
 
 PAD = 999
@@ -158,11 +158,8 @@ def test_a_rank_without_samples_gets_a_padding_token_that_trains_nothing():
 
 
 def test_labels_are_shifted_and_rows_are_padded_on_the_right():
-    samples = [
-        Sample(np.array([11, 12, 13, 14], np.int32), np.array([False, False, True, True])),
-        Sample(np.array([21, 22], np.int32), np.array([False, True])),
-    ]
-    micro = collate(samples, pad_id=22)
+    ids, trained = np.array([11, 12, 13, 14, 21, 22], np.int32), np.array([False, False, True, True, False, True])
+    micro = collate(Rows(ids, trained, np.array([4, 2])), pad_id=22)
     assert micro["input_ids"].tolist() == [[11, 12, 13, 14], [21, 22, 22, 22]]
     assert micro["labels"].tolist() == [[-100, 13, 14, -100], [22, -100, -100, -100]]
     assert micro["input_ids"].dtype == micro["labels"].dtype == torch.int64

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from framework.config.errors import UserError
 from framework.data.dataset import TokenDataset, TokenDatasetBuilder, chunk
+from framework.data.flat import take_alike
 from framework.data.handoff import hand_over, take_over
 from framework.data.mix import joined
 from framework.data.pack import pack
@@ -102,6 +103,23 @@ def test_neighbours_are_one_segment_however_many_rows_they_are():
     rows = of_rows([3] * 1000)
     assert len(rows.select(np.arange(1000)).ids.segments.starts) == 1
     assert len(rows.select(np.delete(np.arange(1000), 500)).ids.segments.starts) == 2
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=20), st.data())
+def test_many_ranges_are_taken_at_once_from_arrays_of_every_kind(lengths, draw):
+    """Also ranges that go over the ends of segments and of chained arrays, and empty ones."""
+    rows = of_rows(lengths)
+    some = st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=9).map(np.array)
+    chosen, other = rows.select(draw.draw(some)), chunk(rows.select(draw.draw(some)), 3)
+    both = joined([chosen.select(np.arange(len(chosen))[::-1]), other, rows]) if len(other) else joined([chosen, rows])
+    arrays = [both.ids, both.trained]
+    bounds = st.lists(st.tuples(*[st.integers(0, both.total_tokens)] * 2).map(sorted), max_size=9)
+    asked = np.array(draw.draw(bounds), dtype=np.int64).reshape(-1, 2)
+    for array, found in zip(arrays, take_alike(arrays, asked[:, 0], asked[:, 1] - asked[:, 0]), strict=True):
+        whole = np.asarray(array)
+        assert found.dtype == whole.dtype and found.tolist() == [item for start, stop in asked for item in whole[start:stop].tolist()]
+    picked = draw.draw(st.lists(st.integers(0, len(both) - 1), max_size=5))
+    assert both.rows(np.array(picked, dtype=np.int64)).ids.tolist() == [token for i in picked for token in both[i].input_ids.tolist()]
 
 
 def identity(data: TokenDataset) -> str:

@@ -55,7 +55,7 @@ class StepBatches:
         `mix`: in which proportions an epoch has which of the samples; None: each once. `pinned`: for a GPU, which else would have to
         finish its step before it takes the next batch."""
         assert len(dataset) > 0 and 0 <= rank < world_size and micro_batch_size > 0 and accumulate > 0
-        self.dataset, self.lengths, self.pad_id = dataset, dataset.lengths, pad_id
+        self.dataset, self.pad_id = dataset, pad_id
         self.micro_batch_size, self.accumulate, self.rank, self.world_size = micro_batch_size, accumulate, rank, world_size
         self.seed, self.shuffle, self.total_steps, self.mix, self.pinned = seed, shuffle, total_steps, mix, pinned
         self.global_batch_size = micro_batch_size * accumulate * world_size
@@ -86,13 +86,13 @@ class StepBatches:
     def _order(self) -> np.ndarray:
         """[samples_per_epoch] int64: the samples of the current epoch."""
         if self.mix is not None:
-            return self.mix.order(self.lengths, self.seed, self.epoch, shuffle=self.shuffle)
+            return self.mix.order(self.dataset.lengths, self.seed, self.epoch, shuffle=self.shuffle)
         samples = len(self.dataset)
-        return permutation(self.seed, "epoch", self.epoch, samples) if self.shuffle else np.arange(samples)
+        return permutation(self.seed, "epoch", self.epoch, samples, empty=self.dataset.empty) if self.shuffle else np.arange(samples)
 
     def _dealt(self, chosen: np.ndarray) -> list[np.ndarray]:
         """This rank's part of a step's samples, one array per micro-batch."""
-        chosen = longest_first(chosen, self.lengths)
+        chosen = longest_first(chosen, self.dataset)
         micro_batches = -(-len(chosen) // (self.micro_batch_size * self.world_size))
         slots = np.array_split(chosen, micro_batches * self.world_size)
         turns = [slots[number * self.world_size : (number + 1) * self.world_size] for number in range(micro_batches)]
@@ -130,7 +130,7 @@ class EvalBatches:
         """Of each source, over all ranks."""
         self._turns: list[tuple[int, np.ndarray]] = []  # (source, this rank's samples of it), the same sources on every rank
         for source in range(len(self.source_names)):
-            chosen = longest_first(np.flatnonzero(source_of == source)[:most], dataset.lengths)
+            chosen = longest_first(np.flatnonzero(source_of == source)[:most], dataset)
             self.samples.append(len(chosen))
             for start in range(0, len(chosen), samples_per_turn):
                 self._turns.append((source, chosen[start : start + samples_per_turn][rank::world_size]))
@@ -152,9 +152,9 @@ class EvalBatches:
         self.given_up = True
 
 
-def longest_first(indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def longest_first(indices: np.ndarray, dataset: TokenDataset) -> np.ndarray:
     """`indices` by falling length; those of equal length stay in their order."""
-    return indices[np.argsort(-lengths[indices], kind="stable")]
+    return indices[np.argsort(-dataset.lengths_of(indices), kind="stable")]
 
 
 def collate(rows: Rows, pad_id: int, *, pinned: bool = False) -> MicroBatch:

@@ -5,8 +5,8 @@
     offsets [samples + 1] int64    0            4          7
 
 `ids` and `trained` are those of `flat.py`: they may be mapped from disk, and `select` and `chunk` copy no token. What is in memory for a
-sample are its offset, the place where its tokens lie and the number of trained ones: some 30 bytes. `TokenDatasetBuilder` is for data
-that are small.
+sample are its offset, the place where its tokens lie and the number of trained ones: some 20 bytes, in files, too (`on_disk.py`), where
+there are many. `TokenDatasetBuilder` is for data that are small.
 
 Unusual: a sample may be a pack of several documents (`pack.py`), which must not see each other. `document_offsets` then says where each
 starts, and the first token of every document has no predictor; None: nothing is packed, a sample is one document.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from framework.data.flat import AllButFirst, FlatArray, Gathered, Hash, Segments, Stored, ranges, take_alike
+from framework.data.on_disk import Empty, blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +65,14 @@ class TokenDataset:
         document_offsets: np.ndarray | None = None,
         *,
         trained_counts: np.ndarray,
+        empty: Empty = np.empty,
     ) -> None:
-        """trained_counts [documents]: trained tokens of each."""
+        """trained_counts [documents]: trained tokens of each. `empty` makes the arrays of whatever is chosen from these."""
         documents = offsets if document_offsets is None else document_offsets
         assert len(ids) == len(trained) == offsets[-1] == documents[-1] and offsets[0] == documents[0] == 0
         assert len(trained_counts) == len(documents) - 1
         self.ids, self.trained, self.offsets, self.document_offsets = ids, trained, offsets, document_offsets
-        self.trained_counts = trained_counts
+        self.trained_counts, self.empty = trained_counts, empty
         self.documents = len(documents) - 1
         self.is_packed = document_offsets is not None
         self.total_tokens = len(ids)
@@ -101,23 +103,43 @@ class TokenDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[samples] int64: tokens of each."""
+        """[samples] int64: tokens of each, in memory; of some, `lengths_of`."""
         return np.diff(self.offsets)
+
+    def lengths_of(self, samples: np.ndarray | slice) -> np.ndarray:
+        """Tokens of each of `samples` (a slice: with a start and a stop)."""
+        if isinstance(samples, slice):
+            return np.diff(self.offsets[samples.start : samples.stop + 1])
+        return self.offsets[samples + 1] - self.offsets[samples]
 
     @property
     def longest(self) -> int:
         """Tokens of the longest document: what positions must reach."""
-        return int(np.diff(self.document_offsets if self.is_packed else self.offsets).max())
+        offsets = self.document_offsets if self.is_packed else self.offsets
+        return max(int(np.diff(offsets[block.start : block.stop + 1]).max()) for block in blocks(len(offsets) - 1))
 
     def select(self, indices: np.ndarray) -> TokenDataset:
         """The samples `indices` alone, in that order; not of packs."""
-        return self.cut(self.offsets[indices], self.lengths[indices], self.trained_counts[indices])
+        return self.cut(self.offsets[indices], self.lengths_of(indices), self.trained_counts[indices])
+
+    def keep(self, kept: np.ndarray) -> TokenDataset:
+        """Those of the samples that are `kept` [samples] bool; not of packs."""
+        count = int(np.count_nonzero(kept))
+        starts, lengths, counts = self.empty(count, np.int64), self.empty(count, np.int32), self.empty(count, np.int32)
+        at = 0
+        for block in blocks(len(self)):
+            chosen = kept[block]
+            part = slice(at, at := at + int(np.count_nonzero(chosen)))
+            starts[part], lengths[part] = self.offsets[block][chosen], self.lengths_of(block)[chosen]
+            counts[part] = self.trained_counts[block][chosen]
+        return self.cut(starts, lengths, counts)
 
     def cut(self, starts: np.ndarray, lengths: np.ndarray, trained_counts: np.ndarray) -> TokenDataset:
         """Samples that are other parts of the same tokens. starts, lengths, trained_counts [samples]; none begins at a trained token."""
         assert not self.is_packed
-        segments, offsets = Segments(starts, lengths), np.concatenate([[0], np.cumsum(lengths)])
-        return TokenDataset(Gathered(self.ids, segments), Gathered(self.trained, segments), offsets, trained_counts=trained_counts)
+        segments, offsets = Segments(starts, lengths, self.empty), offsets_of(lengths, self.empty)
+        ids, trained = Gathered(self.ids, segments), Gathered(self.trained, segments)
+        return TokenDataset(ids, trained, offsets, trained_counts=trained_counts, empty=self.empty)
 
     def identify(self, into: Hash) -> None:
         """Feed `into` with what tells these samples from others; reads no token that is mapped from disk."""
@@ -125,6 +147,18 @@ class TokenDataset:
         self.trained.identify(into)
         for offsets in (self.offsets, self.document_offsets):
             into.update(b"" if offsets is None else np.ascontiguousarray(offsets))
+
+
+def offsets_of(lengths: np.ndarray, empty: Empty = np.empty) -> np.ndarray:
+    """[items + 1] int64: where items of these lengths begin, one after the other."""
+    offsets = empty(len(lengths) + 1, np.int64)
+    offsets[0] = total = 0
+    for block in blocks(len(lengths)):
+        ends = offsets[block.start + 1 : block.stop + 1]
+        np.cumsum(lengths[block], out=ends)
+        ends += total
+        total = int(ends[-1])
+    return offsets
 
 
 class TokenDatasetBuilder:
@@ -164,9 +198,16 @@ def chunk(documents: TokenDataset, chunk_tokens: int, *, joined: bool = True) ->
     bounds = np.array([0, documents.total_tokens]) if joined else documents.offsets
     step = chunk_tokens - 1
     counts = -(-(np.diff(bounds) - 1) // step)  # of chunks; a single token has nothing to predict and makes none
-    first = np.cumsum(counts) - counts
-    starts = np.repeat(bounds[:-1] - step * first, counts) + step * np.arange(counts.sum())
-    lengths = np.minimum(np.repeat(bounds[1:], counts) - starts, chunk_tokens)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    ids = Gathered(documents.ids, Segments(starts, lengths))
-    return TokenDataset(ids, AllButFirst(offsets), offsets, trained_counts=(lengths - 1).astype(np.int32))
+    ends, empty = np.cumsum(counts), documents.empty
+    first = ends - counts
+    chunks = int(ends[-1])
+    starts, lengths, trained_counts = empty(chunks, np.int64), empty(chunks, np.int32), empty(chunks, np.int32)
+    for block in blocks(chunks):
+        numbers = np.arange(block.start, block.stop)
+        document = ends.searchsorted(numbers, side="right")
+        starts[block] = bounds[document] + step * (numbers - first[document])
+        lengths[block] = np.minimum(bounds[document + 1] - starts[block], chunk_tokens)
+        trained_counts[block] = lengths[block] - 1
+    offsets = offsets_of(lengths, empty)
+    ids = Gathered(documents.ids, Segments(starts, lengths, empty))
+    return TokenDataset(ids, AllButFirst(offsets), offsets, trained_counts=trained_counts, empty=empty)

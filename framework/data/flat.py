@@ -20,6 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
+from framework.data.on_disk import Empty, blocks
+
 BLOCK_BYTES = 1 << 22
 """Of an array, hashed by itself: a reader of a large file can check some blocks of it."""
 
@@ -90,12 +92,26 @@ class Stored(FlatArray):
 class Segments:
     """Where parts of an array lie in it, and where they lie when put one after the other. Neighbours become one."""
 
-    def __init__(self, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """starts, lengths [segments] int64; no segment is empty"""
-        follows = starts[1:] == starts[:-1] + lengths[:-1]
-        first = np.concatenate([[True], ~follows])[: len(starts)]
-        self.starts = starts[first]
-        self.offsets = np.concatenate([[0], np.cumsum(lengths)])[np.append(first, True)].astype(np.int64)
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray, empty: Empty = np.empty) -> None:
+        """starts, lengths [segments]; no segment is empty. `empty` makes the arrays."""
+        count = sum(int(np.count_nonzero(_begins(starts, lengths, block))) for block in blocks(len(starts)))
+        self.starts, self.offsets = empty(count, np.int64), empty(count + 1, np.int64)
+        at, items = 0, 0
+        for block in blocks(len(starts)):
+            begins, ends = _begins(starts, lengths, block), items + np.cumsum(lengths[block], dtype=np.int64)
+            following = at + int(np.count_nonzero(begins))
+            self.starts[at:following] = starts[block][begins]
+            self.offsets[at:following] = (ends - lengths[block])[begins]
+            at, items = following, int(ends[-1])
+        self.offsets[count] = items
+
+
+def _begins(starts: np.ndarray, lengths: np.ndarray, block: slice) -> np.ndarray:
+    """[block] bool: does the segment not go on where the one before it ends?"""
+    before = slice(max(block.start - 1, 0), block.stop - 1)
+    begins = np.ones(block.stop - block.start, dtype=bool)
+    begins[len(begins) - (before.stop - before.start) :] = starts[before] + lengths[before] != starts[max(block.start, 1) : block.stop]
+    return begins
 
 
 class Gathered(FlatArray):

@@ -22,6 +22,7 @@ import numpy as np
 from framework.config.errors import Problem, UserError
 from framework.data.dataset import TokenDataset
 from framework.data.flat import Chained
+from framework.data.on_disk import Empty
 from framework.data.order import permutation
 
 FIRST_MARGIN = 1 / 64
@@ -118,16 +119,22 @@ def joined(parts: Sequence[TokenDataset]) -> TokenDataset:
     """All samples of all parts, in order."""
     if len(parts) == 1:
         return parts[0]
+    empty, documents = parts[0].empty, sum(part.documents for part in parts)
     return TokenDataset(
         Chained([part.ids for part in parts]),
         Chained([part.trained for part in parts]),
-        _following([part.offsets for part in parts]),
-        _following([part.document_offsets for part in parts]) if parts[0].is_packed else None,
-        trained_counts=np.concatenate([part.trained_counts for part in parts]),
+        _following([part.offsets for part in parts], empty),
+        _following([part.document_offsets for part in parts], empty) if parts[0].is_packed else None,
+        trained_counts=np.concatenate([part.trained_counts for part in parts], out=empty(documents, np.int32)),
+        empty=empty,
     )
 
 
-def _following(offsets: Sequence[np.ndarray]) -> np.ndarray:
+def _following(offsets: Sequence[np.ndarray], empty: Empty) -> np.ndarray:
     """Offsets of several arrays ([items + 1] each, the last one the length of the array) in the array that they make together."""
-    starts = np.cumsum([0, *(each[-1] for each in offsets[:-1])])
-    return np.concatenate([[0], *(each[1:] + start for each, start in zip(offsets, starts, strict=True))])
+    together = empty(sum(len(each) - 1 for each in offsets) + 1, np.int64)
+    together[0] = at = start = 0
+    for each in offsets:
+        np.add(each[1:], start, out=together[at + 1 : at + len(each)])
+        at, start = at + len(each) - 1, start + int(each[-1])
+    return together

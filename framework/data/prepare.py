@@ -4,12 +4,13 @@
 trained are refused. Rows are held out by a pure function of (seed, number of rows), before text is chunked, so that no document lies on
 both sides.
 
-Unusual: tokens come from the cache (`source_tokens.py`) and stay there. All that is done here is choosing among them, so it takes a moment
-and, for each sample, some 30 bytes of memory.
+Unusual: tokens come from the cache (`source_tokens.py`) and stay there. All that is done here is choosing among them, so it takes a moment,
+and what is noted of each sample, some 20 bytes, is on the disk, too (`on_disk.py`): memory is about the same for any number of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from framework.data.files import short_names
 from framework.data.handoff import hand_over, take_over
 from framework.data.ledger import Ledger, SourceCounts
 from framework.data.mix import Mix, joined, mix_of
+from framework.data.on_disk import blocks
 from framework.data.order import permutation
 from framework.data.pack import pack
 from framework.data.source_tokens import SourceTokens, TooLong, nothing_left, source_tokens
@@ -117,19 +119,24 @@ def _of_legal_length(tokens: SourceTokens, config: DataConfig) -> TokenDataset:
     """The rows that are used, none longer than `data.max_tokens`; the others are counted. UserError where there must not be others."""
     rows, counts, limit = tokens.rows, tokens.counts, config.max_tokens
     if tokens.is_text:
-        single = rows.lengths < 2 if config.packing else np.zeros(len(rows), dtype=bool)
+        single = _by_length(rows, lambda lengths: lengths < 2) if config.packing else np.zeros(len(rows), dtype=bool)
         return _without(rows, single, "text of a single token, by itself nothing to train on", counts)
-    long = rows.lengths > limit
-    if not long.any():
+    if rows.longest <= limit:
         return rows
+    long = _by_length(rows, lambda lengths: lengths > limit)
     if config.on_too_long == "drop":
         return _without(rows, long, f"longer than data.max_tokens={limit}", counts)
     if config.on_too_long == "truncate":
         return _truncated(rows, np.flatnonzero(long), limit, counts)
     too_long = TooLong()
     for row in np.flatnonzero(long):
-        too_long.add(lambda row=row: tokens.where(row), int(rows.lengths[row]))
+        too_long.add(lambda row=row: tokens.where(row), len(rows[int(row)]))
     raise UserError(*too_long.problems(limit, counts.setting))
+
+
+def _by_length(rows: TokenDataset, is_meant: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """[rows] bool: those whose length is meant."""
+    return np.concatenate([is_meant(rows.lengths_of(block)) for block in blocks(len(rows))])
 
 
 def _without(rows: TokenDataset, dropped: np.ndarray, reason: str, counts: SourceCounts) -> TokenDataset:
@@ -140,7 +147,7 @@ def _without(rows: TokenDataset, dropped: np.ndarray, reason: str, counts: Sourc
     counts.dropped[reason] += number
     if number == len(rows):
         raise nothing_left(counts)
-    return rows.select(np.flatnonzero(~dropped))
+    return rows.keep(~dropped)
 
 
 def _truncated(rows: TokenDataset, long: np.ndarray, limit: int, counts: SourceCounts) -> TokenDataset:
@@ -174,8 +181,9 @@ def _hold_out(found: _Fitted, fraction: float, seed: int) -> tuple[TokenDataset,
         got = f"{fraction} of {len(rows)} {'row' if len(rows) == 1 else 'rows'} of {found.counts.setting}"
         expected = "at least one row to train on and one to hold out (a .txt file is one row)"
         raise UserError(Problem(path="data.validation_fraction", got=got, expected=expected, fix="data.validation=/path/to/file"))
-    order = permutation(seed, "held out", 0, len(rows))
-    return rows.select(np.sort(order[count:])), rows.select(np.sort(order[:count]))
+    aside = np.zeros(len(rows), dtype=bool)
+    aside[permutation(seed, "held out", 0, len(rows), empty=rows.empty)[:count]] = True
+    return rows.keep(~aside), rows.keep(aside)
 
 
 def _samples(rows: TokenDataset, found: _Fitted, config: DataConfig) -> TokenDataset:

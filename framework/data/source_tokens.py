@@ -30,6 +30,7 @@ from framework.data.files import Row, place
 from framework.data.fingerprint import Fingerprint
 from framework.data.flat import AllButFirst
 from framework.data.ledger import SourceCounts
+from framework.data.on_disk import Scratch, blocks
 from framework.data.sources import SHOWN_PROBLEMS, Faults, Source, Wanted
 from framework.data.template import Encoded
 from framework.data.tokenize import Item, encode_rows
@@ -104,16 +105,18 @@ def source_tokens(
 
     entry, was_there = obtain(cache, made_of.key, make, say=say, thoroughly=thoroughly)
     say(f"{entry.facts['rows']:,} rows in tokens {'from the cache,' if was_there else 'are now in'} {entry.folder}")
-    return _opened(entry, source, wanted)
+    return _opened(entry, source, wanted, cache)
 
 
-def _opened(entry: Entry, source: Source, wanted: Wanted) -> SourceTokens:
-    facts, offsets = entry.facts, entry.array("offsets")
+def _opened(entry: Entry, source: Source, wanted: Wanted, cache: Path) -> SourceTokens:
+    facts, offsets, empty = entry.facts, entry.array("offsets"), Scratch(cache)
     if source.is_text:
-        trained, trained_counts = AllButFirst(offsets), (np.diff(offsets) - 1).astype(np.int32)
+        trained, trained_counts = AllButFirst(offsets), empty(facts["rows"], np.int32)
+        for block in blocks(facts["rows"]):
+            trained_counts[block] = np.diff(offsets[block.start : block.stop + 1]) - 1
     else:
         trained, trained_counts = entry.stored("trained"), entry.array("trained_counts")
-    rows = TokenDataset(entry.stored("ids", facts["largest_id"]), trained, offsets, trained_counts=trained_counts)
+    rows = TokenDataset(entry.stored("ids", facts["largest_id"]), trained, offsets, trained_counts=trained_counts, empty=empty)
     counts = SourceCounts(wanted.setting, wanted.path, files=len(source.files), read=facts["read"], dropped=Counter(facts["dropped"]))
     files = [(file, count) for (file, _), count in zip(source.files, facts["rows_of_files"], strict=True)]
     return SourceTokens(rows, source.is_text, set(facts["stop_ids"]), counts, entry.folder, entry.array("numbers"), files)

@@ -137,7 +137,7 @@ def packing(samples: int) -> list[dict[str, float]]:
     for max_tokens in (1024, 4096):
         lengths = np.random.default_rng(0).lognormal(5.0, 1.0, samples).astype(np.int64).clip(2, max_tokens)
         began = time.process_time()
-        packs = int(best_fit(lengths, max_tokens).max()) + 1
+        packs = best_fit(lengths, max_tokens)[1]
         seconds = time.process_time() - began
         simple = first_fit(lengths[:20_000], max_tokens)
         rows.append(
@@ -190,15 +190,20 @@ def batches(folder: Path, tokenizer, samples: int) -> dict[str, float]:
 def memory(folder: Path, sizes: list[int]) -> list[dict[str, float]]:
     rows = []
     for size in sizes:
-        rng = np.random.default_rng(0)
-        path = write_rows(
-            folder / f"{size}.jsonl", ({"input_ids": rng.integers(0, SMALLEST_VOCABULARY, TOKENS_PER_ROW).tolist()} for _ in range(size))
-        )
+        path = write_rows(folder / f"{size}.jsonl", short_rows(size))
         command = [sys.executable, __file__, "--memory-of", path, str(folder / f"cache-{size}")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append({"rows": size, **json.loads(done.stdout.splitlines()[-1])})
         Path(path).unlink()
     return rows
+
+
+def short_rows(count: int) -> Iterator[dict]:
+    """Random tokens, a few thousand rows at a time."""
+    rng = np.random.default_rng(0)
+    for start in range(0, count, 4096):
+        for ids in rng.integers(0, SMALLEST_VOCABULARY, (min(4096, count - start), TOKENS_PER_ROW)).tolist():
+            yield {"input_ids": ids}
 
 
 def memory_of(path: str, cache: str) -> dict[str, float]:

@@ -107,7 +107,7 @@ def test_an_epoch_is_found_without_those_before_it(lengths, weights, seed, data)
 def test_p37_the_realised_share_of_tokens_is_within_a_percent_of_the_weights_over_1000_steps(world_size, shuffle):
     """From the first hundred steps on nearly so, over the ends of epochs, and on all ranks together."""
     ranks = [
-        StepBatches(EVERYTHING, micro_batch_size=2, accumulate=4, rank=rank, world_size=world_size, seed=3, shuffle=shuffle, mix=MIX)
+        StepBatches(EVERYTHING, micro_batch_size=8, accumulate=1, rank=rank, world_size=world_size, seed=3, shuffle=shuffle, mix=MIX)
         for rank in range(world_size)
     ]
     tokens, steps = np.zeros(len(SOURCES)), 0

@@ -61,8 +61,8 @@ def test_packs_hold_every_sample_once_and_are_those_of_the_textbook(lengths, roo
 @given(lengths=LENGTHS, room=st.integers(0, 40))
 def test_packs_depend_on_the_lengths_alone_and_keep_the_order_of_the_file(lengths, room):
     lengths = np.array(lengths)
-    pack_of = best_fit(lengths, lengths.max() + room)
-    assert np.array_equal(pack_of, best_fit(lengths.copy(), lengths.max() + room))
+    pack_of, packs = best_fit(lengths, lengths.max() + room)
+    assert np.array_equal(pack_of, best_fit(lengths.copy(), lengths.max() + room)[0]) and packs == pack_of.max() + 1
     first = [np.flatnonzero(pack_of == number)[0] for number in range(pack_of.max() + 1)]
     assert first == sorted(first)
 
@@ -70,13 +70,13 @@ def test_packs_depend_on_the_lengths_alone_and_keep_the_order_of_the_file(length
 @pytest.mark.parametrize("max_tokens", [1024, 8192])
 def test_lengths_like_those_of_conversations_leave_hardly_any_room(max_tokens):
     lengths = np.random.default_rng(0).lognormal(5.0, 1.0, 100_000).astype(np.int64).clip(2, max_tokens)
-    packs = best_fit(lengths, max_tokens).max() + 1
+    packs = best_fit(lengths, max_tokens)[1]
     assert lengths.sum() / (packs * max_tokens) > 0.999
 
 
 def test_as_many_packs_as_samples_where_no_two_fit_together():
-    assert best_fit(np.array([6, 7, 8]), 10).tolist() == [0, 1, 2]
-    assert best_fit(np.array([10]), 10).tolist() == [0]
+    assert best_fit(np.array([6, 7, 8]), 10)[0].tolist() == [0, 1, 2]
+    assert best_fit(np.array([10]), 10)[0].tolist() == [0]
 
 
 @given(lengths=LENGTHS)

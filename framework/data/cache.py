@@ -174,7 +174,7 @@ def obtain(
     `say` is told what takes long or is not as it should be. Raises UserError where the folder cannot be written.
     """
     folder = root / "tokens" / key
-    with _readable_errors(root, None):
+    with readable_errors(root):
         found = _opened(folder, thoroughly, say)
         while found is None:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ def obtain(
 def _made(partial: Path, folder: Path, make: Callable[[EntryWriter], dict[str, Any]], root: Path) -> Entry:
     writer = EntryWriter(partial)
     try:
-        with _readable_errors(root, writer):
+        with readable_errors(root, writer):
             writer.finish(make(writer))
     except BaseException:
         writer.abandon()
@@ -286,7 +286,7 @@ def _installed(partial: Path, folder: Path) -> Entry:
 
 
 @contextmanager
-def _readable_errors(root: Path, writer: EntryWriter | None) -> Iterator[None]:
+def readable_errors(root: Path, writer: EntryWriter | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -74,13 +74,19 @@ class Wanted:
     def files(self, faults: Faults) -> list[tuple[Path, RowFormat]]:
         """Each file that can be read, with its format; what is wrong with the others goes to `faults`. UserError where there is no file."""
         opened: list[tuple[Path, RowFormat]] = []
-        found = hub_files(self.path, self.setting) if self.is_on_hub else find_files(self.path, self.setting)
-        for file in found:
+        for file in self._found():
             try:
                 opened.append((file, _format_of(file, self.setting, self.config, opened)))
             except UserError as error:
                 faults.add(*error.problems)
         return opened
+
+    def _found(self) -> list[Path]:
+        if not self.is_on_hub:
+            return find_files(self.path, self.setting)
+        from framework.data.cache import cache_folder  # numpy, which a first look does not need
+
+        return hub_files(self.path, self.setting, cache_folder(self.config.cache_dir))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def test_rows_of_a_split_are_prepared_like_those_of_files(folder, chatml):
     assert len(prepared.validation) == 1 and "four" in chatml.decode(prepared.validation[0].input_ids)
     again = prepare(DataConfig(train=str(folder / "data" / "train-*")), chatml, seed=0, show_progress=False)
     assert again.folders == prepared.folders[:1], "the same bytes, so the same tokens"
-    assert [file.name for file in hub_files(f"hub://{folder}:small/train", "data.train")] == ["train-00000-of-00002.jsonl"]
+    assert [file.name for file in hub_files(f"hub://{folder}:small/train", "data.train", folder)] == ["train-00000-of-00002.jsonl"]
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -77,14 +77,14 @@ def test_rows_of_a_split_are_prepared_like_those_of_files(folder, chatml):
 ])  # fmt: skip
 def test_a_split_or_configuration_that_is_not_there_is_told_with_those_that_are(folder, words, said):
     with pytest.raises(UserError) as caught:
-        hub_files(f"hub://{folder}{words}", "data.train")
+        hub_files(f"hub://{folder}{words}", "data.train", folder)
     assert said in str(caught.value)
 
 
-def test_without_a_network_it_is_said_at_once_and_what_to_write():
+def test_without_a_network_it_is_said_at_once_and_what_to_write(tmp_path):
     """The tests run with HF_HUB_OFFLINE=1."""
     with pytest.raises(UserError) as caught:
-        hub_files("hub://org/name", "data.train")
+        hub_files("hub://org/name", "data.train", tmp_path)
     message = str(caught.value)
     assert message.startswith("data.train: got hub://org/name, which could not be had: ") and "--repo-type dataset" in message
 
@@ -92,7 +92,7 @@ def test_without_a_network_it_is_said_at_once_and_what_to_write():
 def test_a_kind_of_file_that_nothing_reads_is_refused_by_name(tmp_path):
     (tmp_path / "train.xml").write_text("<a/>")
     with pytest.raises(UserError, match="data.train: got .*train.xml"):
-        hub_files(f"hub://{tmp_path}", "data.train")
+        hub_files(f"hub://{tmp_path}", "data.train", tmp_path)
 
 
 def test_a_path_is_never_taken_for_a_name_of_the_hub_but_that_is_hinted_at():

@@ -29,12 +29,13 @@ from framework.config.errors import Problem, UserError
 from framework.config.schema import TrainOn
 from framework.data.files import excerpt
 from framework.data.tool_template import ToolTemplate, written_calls
-from framework.data.turns import Conversation, Turn
+from framework.data.turns import ROLES, Conversation, Turn
 
 SETTING = "model.chat_template"
 PROBE = (Turn("user", "Yes?"), Turn("assistant", "Yes."))
 TEMPLATE_FIX = "model.chat_template=/path/to/template.jinja"
 STOP_EXPECTED = "a stop token after each assistant turn, for the model to learn where to stop"
+CALLS_FIX = f"{TEMPLATE_FIX}   that writes `tool_calls`"
 STOP_FIX = f"{TEMPLATE_FIX}   with {{{{ eos_token }}}} after the assistant's text"
 
 
@@ -125,8 +126,7 @@ class ChatEncoder:
         if not any(place >= at + len(answer) for place in special):
             got = f"a template with no special token after an answer, which it writes as {excerpt(text[start:])!r}"
             raise _wrong(SETTING, got, STOP_EXPECTED, STOP_FIX)
-        first = next(place for place in special if place >= start)
-        if self.train_on != "all" and prompt == bare and first < at and not text[start:first].strip():
+        if self.train_on != "all" and prompt == bare == text[:start] and text[start:at].strip():  # of special tokens or of plain text
             got = f"a template without a generation prompt, from which the model would learn to write {excerpt(text[start:at])!r}"
             fix = f"{TEMPLATE_FIX}   that ends with {{% if add_generation_prompt %}}...{{% endif %}}: what stands before each answer"
             raise _wrong(SETTING, got, "a template with `add_generation_prompt`, as inference uses it", fix)
@@ -136,7 +136,7 @@ class ChatEncoder:
         turns = conversation.turns
         self.tools.check(where, conversation)
         text = self._apply(where, conversation)
-        _check_complete(where, turns, text)
+        self._check_complete(where, conversation, text)
         prompts: dict[int, str] = {}
         for index in self._answers(where, turns):
             if index == 0:
@@ -150,6 +150,9 @@ class ChatEncoder:
                     f"{excerpt(prompt[at:])!r} where the conversation has {excerpt(text[at:])!r}{_same_role(turns, index)}"
                 )
                 raise _wrong(where, got, "template(turns before, add_generation_prompt=True) to be a prefix of template(all turns)")
+        for index, turn in enumerate(turns):
+            if turn.tool_calls and index not in prompts and not self._is_written(where, conversation, index, text):
+                raise _wrong(where, f"a chat template that leaves out the tool calls of turn {index + 1}", "every call", CALLS_FIX)
         called = [index for index in prompts if turns[index].tool_calls]
         ends = {index: self._end(where, conversation, index, text, prompts) for index in called}
         return _Rendered(where, turns, text, prompts, ends)
@@ -172,10 +175,37 @@ class ChatEncoder:
             return len(text)
         if following in prompts:
             return len(prompts[following])
-        content = turns[following].content
-        other = replace(turns[following], content=("1" if content.lstrip().startswith("0") else "0") + content)
-        changed = replace(conversation, turns=(*turns[:following], other, *turns[following + 1 :]))
-        return _common_prefix(text, self._apply(where, changed))
+        return _common_prefix(text, self._apply(where, _changed(conversation, following, content=True)))
+
+    def _check_complete(self, where: str, conversation: Conversation, text: str) -> None:
+        """Every turn that is not the assistant's stands in `text`, those of a role in their order."""
+        turns, ends = conversation.turns, dict.fromkeys(ROLES.values(), 0)
+        for index, turn in enumerate(turns):
+            content = turn.content.strip()
+            if turn.role == "assistant":
+                continue
+            found = text.find(content, ends[turn.role])
+            if found < 0 and turn.role == "tool":
+                found = max(text.find(json.dumps(content, ensure_ascii=ascii)[1:-1]) for ascii in (False, True))
+            elsewhere = content and (text.count(content) > 1 or content in self._frame)  # words of another turn, or of the template
+            if found < 0 or (elsewhere and not self._is_written(where, conversation, index, text)):
+                said = f"{turn.role}: {excerpt(content)!r}"
+                got = f"a chat template that leaves out or changes turn {index + 1} ({said}){_same_role(turns, index)}"
+                raise _wrong(where, got, "every turn as it is written in the row", TEMPLATE_FIX)
+            ends[turn.role] = max(ends[turn.role], found + len(content))
+
+    @cached_property
+    def _frame(self) -> str:
+        """What the template writes around turns, as far as a question and its answer show it."""
+        try:
+            return self._apply(SETTING, Conversation(PROBE))
+        except UserError:  # it takes other conversations
+            return ""
+
+    def _is_written(self, where: str, conversation: Conversation, index: int, text: str) -> bool:
+        """Whether another content (or other calls) of turn `index` would make another text than `text`."""
+        has_calls = bool(conversation.turns[index].tool_calls)
+        return self._apply(where, _changed(conversation, index, content=not has_calls)) != text
 
     def _mark(self, one: _Rendered, ids: np.ndarray, spans: np.ndarray, prompt_ids: list[np.ndarray]) -> Encoded:
         """ids [tokens] of the conversation, spans [tokens, 2]: the characters of its text that each token covers."""
@@ -237,8 +267,7 @@ class ChatEncoder:
         rendered = one.text[len(one.prompts[index]) : spans[stop, 0]]
         if (missing := written_calls(one.turns[index], rendered)) is not None:
             got = f"a chat template that leaves out {missing} of turn {index + 1}: it became {excerpt(rendered)!r}"
-            fix = f"{TEMPLATE_FIX}   that writes `tool_calls`"
-            raise _wrong(one.where, got, "the text and every call of the turn", fix)
+            raise _wrong(one.where, got, "the text and every call of the turn", CALLS_FIX)
         return stop
 
     @cached_property
@@ -262,22 +291,18 @@ class ChatEncoder:
         return self.tools.apply(where, conversation, prompt=prompt)
 
 
-def _check_complete(where: str, turns: tuple[Turn, ...], text: str) -> None:
-    """Every turn that is not the assistant's stands in `text`, those of the user in their order."""
-    at = 0
-    for index, turn in enumerate(turns):
-        content = turn.content.strip()
-        if turn.role == "assistant":
-            continue
-        found = text.find(content, at if turn.role == "user" else 0)
-        if found < 0 and turn.role == "tool":
-            found = max(text.find(json.dumps(content, ensure_ascii=ascii)[1:-1]) for ascii in (False, True))
-        if found < 0:
-            got = (
-                f"a chat template that leaves out or changes turn {index + 1} ({turn.role}: {excerpt(content)!r}){_same_role(turns, index)}"
-            )
-            raise _wrong(where, got, "every turn as it is written in the row", TEMPLATE_FIX)
-        at = found + len(content) if turn.role == "user" else at
+def _changed(conversation: Conversation, index: int, *, content: bool) -> Conversation:
+    """The conversation with other names of what turn `index` calls, and with another `content` of it."""
+    turn = conversation.turns[index]
+    names = [{**call["function"], "name": _other(call["function"]["name"])} for call in turn.tool_calls]
+    calls = tuple({**call, "function": function} for call, function in zip(turn.tool_calls, names, strict=True))
+    other = replace(turn, content=_other(turn.content) if content else turn.content, tool_calls=calls)
+    return replace(conversation, turns=(*conversation.turns[:index], other, *conversation.turns[index + 1 :]))
+
+
+def _other(text: str) -> str:
+    """A text that begins with another character."""
+    return ("1" if text.lstrip().startswith("0") else "0") + text
 
 
 def _check_reasoning(one: _Rendered, index: int, rendered: str) -> None:

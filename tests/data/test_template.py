@@ -129,6 +129,7 @@ def test_what_cannot_be_trained_exactly_is_refused_with_the_place_where_it_fails
     assert said in str(caught.value) and "rows.jsonl:7" in str(caught.value)
 
 
+PLAIN_HEADERS = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
 HEADERS = "{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>' + m.content + '<|eot|>' }}{% endfor %}"
 
 
@@ -139,6 +140,7 @@ HEADERS = "{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>' + m.c
     (STOPLESS.replace("'assistant:'", "'assistant: '"), "no special token after an answer", "{{ eos_token }} after"),
     (HEADERS, "without a generation prompt, from which the model would learn to write '<|header|>assistant<|/header|>'",
      "{% if add_generation_prompt %}"),
+    (PLAIN_HEADERS, "without a generation prompt, from which the model would learn to write 'assistant: '", "add_generation_prompt"),
 ])  # fmt: skip
 def test_what_is_wrong_with_the_template_itself_is_one_problem_of_it_before_any_row(tokenizer_with, template, said, advice):
     with pytest.raises(UserError) as caught:
@@ -151,6 +153,34 @@ def test_a_header_that_inference_leaves_to_the_model_is_trained(tokenizer_with):
     """A prompt may end within the header: gpt-oss's does."""
     tokenizer = tokenizer_with(HEADERS + "{% if add_generation_prompt %}{{ '<|header|>assistant' }}{% endif %}")
     assert [tokenizer.decode(span) for span in spans(*encode(tokenizer, SINGLE))] == ["<|/header|>Hello World.<|eot|>"]
+
+
+def test_white_space_before_an_answer_is_no_header_and_where_all_is_trained_none_is_refused(tokenizer_with):
+    assert ChatEncoder(tokenizer_with(MISTRAL)).encode([("rows.jsonl:1", Conversation(SINGLE))])[0].trained.any()
+    assert encode(tokenizer_with(PLAIN_HEADERS), SINGLE, "all")[1].count(False) == 1
+
+
+SYSTEMS = (Turn("system", "the user"), Turn("user", "hello hi"), Turn("system", "Yes!"), *SINGLE)
+FIRST_SYSTEM_ONLY = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_several_system_turns_are_legal_where_the_template_writes_all_of_them(tokenizer_with):
+    ids, _ = encode(tokenizer_with(CHATML), SYSTEMS)
+    assert tokenizer_with(CHATML).decode(ids).count("<|im_start|>system") == 2
+    with pytest.raises(UserError, match=r"rows.jsonl:7: got a chat template that leaves out or changes turn 3 \(system: 'Yes!'\)"):
+        encode(tokenizer_with(FIRST_SYSTEM_ONLY), SYSTEMS)
+
+
+@pytest.mark.parametrize("words", ["the user", "hello", "assistant", "hello hi"])
+def test_a_turn_that_is_left_out_is_missed_even_where_its_words_stand_elsewhere(tokenizer_with, words):
+    """In the first system turn, a user's turn, or the template's own headers."""
+    with pytest.raises(UserError, match="leaves out or changes turn 3"):
+        encode(tokenizer_with(FIRST_SYSTEM_ONLY), (*SYSTEMS[:2], Turn("system", words), *SINGLE))
+    with pytest.raises(UserError, match="leaves out or changes turn 2"):
+        encode(tokenizer_with(HEEDLESS), (SINGLE[0], Turn("user", words), SINGLE[1]))
 
 
 def test_an_answer_that_only_another_turn_still_holds_is_not_taken_for_found(tokenizer_with):

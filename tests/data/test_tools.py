@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from framework.config.errors import UserError
@@ -34,8 +36,8 @@ CONVERSATIONS = {
 }
 
 
-def encode(tokenizer, turns, tools=DEFINITIONS):
-    (result,) = ChatEncoder(tokenizer).encode([("rows.jsonl:7", Conversation(turns, tools))])
+def encode(tokenizer, turns, tools=DEFINITIONS, train_on="assistant"):
+    (result,) = ChatEncoder(tokenizer, train_on).encode([("rows.jsonl:7", Conversation(turns, tools))])
     if isinstance(result, UserError):
         raise result
     return result
@@ -92,6 +94,15 @@ def test_what_a_template_leaves_out_is_refused_with_the_row(tokenizer_with, temp
     with pytest.raises(UserError, match="rows.jsonl:7") as caught:
         encode(tokenizer_with(template), turns, tools)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+def test_a_call_that_is_context_only_may_not_be_left_out_either(tokenizer_with, train_on):
+    """Though its name stands in the definitions of tools, which the template writes."""
+    turns = (ASK, dataclasses.replace(ONE_CALL[1], trained=False), *ONE_CALL[2:])
+    assert encode(tokenizer_with(TOOLS), turns, train_on=train_on).trained.any()
+    with pytest.raises(UserError, match=r"rows.jsonl:7: got a chat template that leaves out the tool calls of turn 2"):
+        encode(tokenizer_with(TOOLS.replace("m.tool_calls or []", "[]")), turns, train_on=train_on)
 
 
 def test_an_answer_of_a_tool_may_be_written_as_json_text(tokenizer_with):

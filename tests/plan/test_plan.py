@@ -290,7 +290,5 @@ def test_the_state_of_each_optimizer_takes_its_own_bytes() -> None:
     ):
         made = plan(dataclasses.replace(RECIPE, optimizer=optimizer), ranks=1)
         assert made.state_bytes(0).optimizer == pytest.approx(expected, rel=1e-3)
-        assert made.checkpoint_bytes == pytest.approx(4 * made.parameters + expected, rel=0.08), (
-            "small parameters: the alignment of each shows"
-        )
+        assert made.checkpoint_bytes == pytest.approx(4 * made.parameters + expected, rel=0.08), "the alignment of each"
         assert said in describe(made)

@@ -173,10 +173,11 @@ class Plan:
 
     @property
     def _itemsizes(self) -> dict[str, Any]:
+        values = state_values(self.recipe.optimizer) if self.recipe.offload.optimizer == "nvme" else 0  # else `optimizer_of` tells
         return {
             "compute_itemsize": self.compute_dtype.itemsize,
             "master_itemsize": self._master_itemsize,
-            "optimizer_itemsize": state_values(self.recipe.optimizer) * self._master_itemsize,
+            "optimizer_itemsize": values * self._master_itemsize,
             "prefetch_bytes": self.recipe.zero.prefetch_bytes,
             "offload": self.recipe.offload,
         }

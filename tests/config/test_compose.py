@@ -276,7 +276,7 @@ def test_words_that_are_no_settings(argument, path, fix):
 
 def test_a_group_or_setting_cannot_be_taken_away_for_then_the_default_would_step_in_unseen():
     found = problems("+recipe=quickstart", "~optimizer", "~trainer.epochs", "~trainer.epoch")
-    assert found["~optimizer"].expected == "optimizer as one of adamw, lion, sgd"
+    assert found["~optimizer"].expected == "optimizer as one of adafactor, adamw, adamw_8bit, lion, muon, sgd"
     assert "framework help trainer.epochs" in found["~trainer.epochs"].expected
     assert "does not exist" in found["trainer.epoch"].got
 

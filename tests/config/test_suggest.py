@@ -56,7 +56,7 @@ def test_the_fix_can_be_copied():
 
 
 def test_without_a_suggestion_the_keys_of_the_group_are_listed():
-    assert unknown_key("zero.bad", schema_paths()).expected.startswith("one of zero.stage, zero.reshard_after_forward, zero.prefetch_bytes")
+    assert unknown_key("zero.bad", schema_paths()).expected.startswith("one of zero.stage, zero.shard_size, zero.shard_optimizer")
     assert "which has no keys" in unknown_key("zero.stage.x", schema_paths()).expected
 
 

@@ -101,7 +101,7 @@ def sharded(kind: type[EightBit], stage: int, offload: OffloadConfig) -> dict:
         engine.flush()
     held = sum(engine.sharded_optimizer.state_nbytes(on_host=on_host) for on_host in (False, True))
     expected = sum(
-        len(kind.moments) * (eight_bit.bytes_per_moment(piece.numel) if in_8_bits(piece.slot.shape) else 4 * piece.numel) + 4
+        len(kind.moments) * (eight_bit.bytes_per_moment(piece.numel) if in_8_bits(piece.slot.shape) else 4 * piece.numel)
         for _, piece, _ in engine.sharded_optimizer.state_pieces()
     )
     return engine.state_dict() | {"bytes": (held, expected)}

@@ -41,9 +41,9 @@ def measured(config: OptimizerConfig, stage: int) -> dict:
     sent, make_step = [], engine.sharded_optimizer.step
 
     def counted(*arguments: object) -> None:
-        start = engine.shard_comm.bytes_sent
+        start = engine.bytes_sent
         make_step(*arguments)
-        sent.append(engine.shard_comm.bytes_sent - start)
+        sent.append(engine.bytes_sent - start)
 
     engine.sharded_optimizer.step = counted
     for _ in range(2):

@@ -77,6 +77,10 @@ class Boundary:
         self._came_in = dtype
         self._handles = [module.register_forward_pre_hook(self._before, with_kwargs=True), module.register_forward_hook(self._after)]
 
+    def __deepcopy__(self, memo: dict) -> Boundary:
+        """The copy of a module is an ordinary one: its hooks are of this module and pass it over."""
+        return self
+
     def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -218,7 +218,7 @@ def _temporary(
     in_use = largest(lambda block: gathered(block, WORLD, GROUP) + gathering(block))
     released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
     ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0
-    most = root_grads + made(units) + ring_bytes(blocks) + step_bytes  # in the optimizer's step, when nothing is gathered any more
+    most = made(units) + step_bytes  # in the optimizer's step, when only what stays between micro-batches is there
     most = max(most, always + made(units) + ring_bytes(blocks) + received(root) + min(1, len(blocks)) * largest(received))
     before = made(units) + ring_bytes(blocks) + root_grads if adds else made([])  # in the micro-batches before this one
     most = max(most, before + gathered(root) + gathering(root) + min(ahead, len(blocks)) * in_use)

@@ -109,7 +109,7 @@ def measure(stage: int, offload: OffloadConfig, dtype: str, micro_batches: int) 
     sizes = {"compute_itemsize": engine.compute_dtype.itemsize, "prefetch_bytes": zero.prefetch_bytes, "offload": offload}
     places = engine.layouts, policy_of(zero), dist.get_world_size()
     return {
-        "formula": state_bytes(*places, rank=dist.get_rank(), messages=True, **sizes),
+        "formula": state_bytes(*places, rank=dist.get_rank(), messages=True, micro_batches=micro_batches, **sizes),
         "device": engine.memory.peak,
         "host": engine.host_memory.peak,
         "disk": engine.disk.peak,

@@ -21,7 +21,8 @@ def sent_in_a_step(name: str, zero: ZeroConfig, compute_dtype: str, micros: int)
             engine.backward(engine.module(ids), zoo.count_tokens(ids), last=index == micros - 1)
         engine.step()
     world_size, itemsize = dist.get_world_size(), engine.compute_dtype.itemsize
-    formula = bytes_sent(engine.layouts, policy_of(zero), world_size, compute_itemsize=itemsize, micro_batches=micros, compression=zero)
+    how = {"compute_itemsize": itemsize, "micro_batches": micros, "group_size": zero.secondary_shard_size or zero.shard_size}
+    formula = bytes_sent(engine.layouts, policy_of(zero), world_size, compression=zero, **how)
     return engine.bytes_sent - before, formula
 
 
@@ -45,6 +46,21 @@ def test_bytes_sent_on_four_ranks_and_on_one(ranks) -> None:
     for world_size in (1, 4):
         sent, formula = ranks(world_size, sent_in_a_step, "Plain", COMPRESSED[-1], "float32", 1)[0]
         assert sent == formula and (sent == 0) == (world_size == 1)
+
+
+IN_GROUPS = [
+    ZeroConfig(stage=2, shard_size=2, reduce_compression="int8"),
+    ZeroConfig(stage=3, shard_size=2, gather_compression="int8", reduce_compression="bf16"),
+    ZeroConfig(stage=2, shard_size=2, shard_optimizer="world", reduce_compression="int8"),
+    ZeroConfig(stage=3, secondary_shard_size=2, reduce_compression="int8", error_feedback=True),
+    ZeroConfig(stage=3, secondary_shard_size=2, reduce_compression="bf16"),
+]
+
+
+@pytest.mark.parametrize("zero", IN_GROUPS, ids=str)
+def test_compression_inside_and_between_groups_is_counted_too(ranks, zero: ZeroConfig) -> None:
+    for sent, formula in ranks(4, sent_in_a_step, "Plain", zero, "bfloat16", 2):
+        assert sent == formula
 
 
 def test_int8_sends_a_little_over_a_half_of_bf16_parameters_and_a_fourth_of_fp32_gradients(ranks) -> None:

@@ -48,6 +48,7 @@ def train_emulated(name: str, zero: ZeroConfig, world_size: int, dtype: torch.dt
     trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
     feedback = zero.error_feedback
     residuals = [{key: torch.zeros_like(masters[key]) if feedback else None for key in trained} for _ in range(world_size)]
+    across = [{key: torch.zeros_like(masters[key]) if feedback else None for key in trained} for _ in range(world_size)]
     losses, norms = [], []
     for micros in zoo.micro_batches(STEPS, MICROS):
         tokens = sum(map(zoo.count_tokens, micros))
@@ -60,7 +61,7 @@ def train_emulated(name: str, zero: ZeroConfig, world_size: int, dtype: torch.dt
         if zero.stage > 1:
             rounds = [[[ids] for ids in of_rank[0]] for of_rank in rounds]
         for number in range(len(rounds[0])):
-            reduced = {key: torch.zeros_like(masters[key]) for key in trained}
+            of_ranks = []
             for rank in range(world_size):
                 grads = {key: torch.zeros_like(masters[key]) for key in trained}
                 for ids in rounds[rank][number]:
@@ -72,10 +73,13 @@ def train_emulated(name: str, zero: ZeroConfig, world_size: int, dtype: torch.dt
                         if parameters[key].grad is not None:
                             grads[key] += parameters[key].grad
                             used.add(key)
-                for key in trained:
-                    reduced[key] += sent(grads[key], zero.reduce_compression, residuals[rank][key])
+                of_ranks.append(grads)
             for key in trained:
-                total[key] += reduced[key]
+                arrived = [sent(grads[key], zero.reduce_compression, kept[key]) for grads, kept in zip(of_ranks, residuals, strict=True)]
+                if members := zero.secondary_shard_size:  # int8 inside a group, and of its sums int4 across
+                    sums = [sum(arrived[first : first + members]) for first in range(0, world_size, members)]
+                    arrived = [sent(one, "int4", kept[key]) for one, kept in zip(sums, across, strict=False)]
+                total[key] += sum(arrived)
         norm = float(torch.cat([grad.flatten().double() for grad in total.values()]).norm()) / tokens
         factor = min(1.0, CLIP / (norm + 1e-6)) / tokens
         for key in used:
@@ -144,6 +148,13 @@ def test_p45_training_is_that_of_the_same_rounding_in_one_process(ranks, zero: Z
 def test_p45_so_it_is_on_four_ranks_and_with_parameters_in_bf16(ranks) -> None:
     assert_follows("Tied", COMPRESSED[-1], ranks(4, train_sharded, "Tied", COMPRESSED[-1]))
     assert_follows("Plain", COMPRESSED[-1], ranks(2, train_sharded, "Plain", COMPRESSED[-1], "bfloat16"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_p45_so_it_is_with_sums_over_groups_of_groups(ranks, feedback: bool) -> None:
+    """hpZ with qgZ of ZeRO++."""
+    zero = ZeroConfig(stage=3, secondary_shard_size=2, reduce_compression="int8", error_feedback=feedback)
+    assert_follows("Tied", zero, ranks(4, train_sharded, "Tied", zero))
 
 
 def test_the_comparison_tells_rounding_from_none(ranks) -> None:

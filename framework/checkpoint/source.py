@@ -20,6 +20,7 @@ from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig
 from framework.config.typed import from_dict
 from framework.models.architecture import config_from_hf
+from framework.models.gguf_format import config_from_gguf, read_contents
 from framework.models.locate import ADAPTER_CONFIG, TOKENIZER_FILES, check_path, export_of_run, is_adapter, on_this_machine, read_json
 
 METADATA = ".metadata"
@@ -106,8 +107,6 @@ def architecture_of(path: str, setting: str = "model.path") -> LlamaConfig | Non
     if place is None:
         return None
     if place.is_file():
-        from framework.models.gguf_format import config_from_gguf, read_contents  # numpy, which most commands need not wait for
-
         return config_from_gguf(read_contents(place), str(place))
     if is_adapter(place):
         base = read_json(place / ADAPTER_CONFIG).get("base_model_name_or_path")

@@ -12,8 +12,6 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
-
 from framework.config.errors import Problem, UserError
 from framework.config.schema import LlamaConfig, RopeScaling
 from framework.models.architecture import check_architecture
@@ -160,7 +158,11 @@ def config_from_gguf(contents: Contents, where: str) -> LlamaConfig:
 
 def _shortest_float(value: float) -> float:
     """GGUF stores fp32: 1e-5 reads back as 9.999999747378752e-06, which a `config.json` should not say."""
-    return float(str(numpy.float32(value)))
+    for digits in range(6, 10):  # 9 tell all fp32 numbers apart
+        shortest = float(f"{value:.{digits}g}")
+        if struct.pack("f", shortest) == struct.pack("f", value):
+            return shortest
+    return value
 
 
 def _rope_scaling(get, where: str) -> RopeScaling | None:

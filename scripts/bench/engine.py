@@ -96,9 +96,10 @@ def main() -> None:
     per_block = run_per_block(task, args)
     print(per_block_table(per_block))
     if args.json:
-        rows = [vars(row) | {"step_s": row.step_s} for group in (*groups, per_block) for row in group]
-        facts = {"date": str(date.today()), "machine": here, "settings": vars(args)}
-        Path(args.json).write_text(json.dumps(facts | {"rows": rows, "ratios": ratios}, indent=1, default=str))
+        facts = {"date": str(date.today()), "machine": here, "settings": vars(args), "ratios": ratios}
+        for name, measured in (("rows", [row for group in groups for row in group]), ("per_block", per_block)):
+            facts[name] = [vars(row) | {"step_s": row.step_s} for row in measured]
+        Path(args.json).write_text(json.dumps(facts, indent=1, default=str))
 
 
 def parse_args() -> argparse.Namespace:

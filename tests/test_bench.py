@@ -24,7 +24,10 @@ def run(tmp_path_factory):
     """(printed text, what --json wrote) of one quick run."""
     written = tmp_path_factory.mktemp("bench") / "measured.json"
     done = subprocess.run(
-        [sys.executable, ENGINE, "--size", "tiny", "--quick", "--json", written], capture_output=True, text=True, timeout=280
+        [sys.executable, ENGINE, "--size", "tiny", "--quick", "--no-offload", "--json", written],
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(written.read_text())
@@ -45,6 +48,13 @@ def test_all_contestants_train_alike(run):
     losses = {name: row["losses"] for name, row in rows_of(run[1]).items() if name != "alone"}
     for name, mine in losses.items():
         assert mine == pytest.approx(losses["ddp"], rel=1e-4), name
+
+
+@pytest.mark.parametrize("contestant", ["ours-3-offload-all", "fsdp2-reshard-offload-all"])
+def test_contestants_with_state_in_host_memory_take_their_steps(contestant: str):
+    line = [sys.executable, ENGINE, "--size", "tiny", "--quick", "--profile", contestant]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "ms/step" in done.stdout, done.stderr
 
 
 def test_the_loss_falls_so_that_a_wrong_update_would_show(run):

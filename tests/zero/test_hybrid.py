@@ -114,11 +114,12 @@ def measure(shapes: list[str], dtype: str, offload: OffloadConfig) -> list[dict[
             engine.backward(engine.module(torch.arange(12).view(3, 4)), 12)
             engine.step()
         shape = {"group_size": zero.secondary_shard_size or zero.shard_size, "compute_itemsize": engine.compute_dtype.itemsize}
-        place = {"rank": dist.get_rank(), "prefetch_bytes": zero.prefetch_bytes, "messages": True, "offload": offload}
+        place = {"rank": dist.get_rank(), "prefetch_bytes": zero.prefetch_bytes, "messages": True, "offload": offload, "micro_batches": 2}
         state = state_bytes(engine.layouts, policy_of(zero), 4, **shape, **place)
         sent = bytes_sent(engine.layouts, policy_of(zero), 4, **shape, micro_batches=2)
         meter = engine.memory
-        rest = {kind: meter.by_kind.get(kind, 0) for kind in ("params", "grads", "master", "optimizer")}
+        rest = {kind: meter.by_kind.get(kind, 0) for kind in ("params", "master", "optimizer")}
+        rest["grads"] = meter.peak_by_kind["grads"]  # shards of them are gone after the step
         engine.flush()
         planned = {kind: getattr(state, kind) for kind in rest}
         host, peak, wire = (engine.host_memory.current, state.host), (meter.peak, state.total), (engine.bytes_sent - before, sent)

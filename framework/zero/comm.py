@@ -48,6 +48,11 @@ class Handle:
             finish()
         self._keep = ()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return not self._works and self._finish is None
+
     def abandon(self) -> None:
         """Wait without using the result. Raises RuntimeError where the other ranks do not do their part in `ABANDON_SECONDS`."""
         works, self._works = self._works, []
@@ -58,7 +63,9 @@ class Handle:
 
     def then(self, begin: Callable[[], Handle], stream: torch.cuda.Stream | None = None) -> Handle:
         """This, and what `begin` begins with its result. With a `stream` both are queued at once: it waits for the first in place of the
-        current one. Without (on the CPU), the second begins when somebody waits for it."""
+        current one. Without (on the CPU), the second begins when somebody waits for it, but at once where nothing is under way."""
+        if self.is_done:
+            return begin()
         if stream is None:
             return _InTurn(self, begin)
         keep = self._keep  # the allocator must not give it away before the current stream has waited, too
@@ -83,6 +90,10 @@ class _InTurn(Handle):
         if begin is not None:
             self._under_way = begin()
             self._under_way.wait()
+
+    @property
+    def is_done(self) -> bool:
+        return self._begin is None and self._under_way.is_done
 
     def abandon(self) -> None:
         self._under_way.abandon()
@@ -123,21 +134,6 @@ def _whole_or_lost(send: Callable[..., Handle]) -> Callable[..., Handle]:
             raise
 
     return guarded
-
-
-class _InTurn(Handle):
-    """Two communications, of which the second needs the result of the first."""
-
-    def __init__(self, first: Handle, begin: Callable[[], Handle]) -> None:
-        super().__init__([], finish=lambda: begin().wait(), room=first.room)
-        self._first = first
-
-    def wait(self) -> None:
-        self._first.wait()
-        super().wait()
-
-    def abandon(self) -> None:
-        self._first.abandon()
 
 
 class Comm:

@@ -6,8 +6,9 @@ activations are not part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from framework.config.schema import MasterWeights, OffloadConfig, ZeroConfig
 from framework.zero import wire
@@ -152,6 +153,18 @@ class _Moving:
     messages: bool
 
 
+class _Block(NamedTuple):
+    """Bytes of a block's parameters in a backward."""
+
+    released: int
+    """Gathered for it, and after it no more."""
+    kept: int
+    """Gathered since the forward."""
+    arriving: int
+    """Besides, while they are gathered."""
+    secondary: int
+
+
 def _temporary(
     units: list[UnitLayout], places: dict[Layout, Place], compute_itemsize: int, moving: _Moving, step_bytes: int, prefetch_bytes: int
 ) -> int:
@@ -202,32 +215,50 @@ def _temporary(
         how = {"messages": moving.messages, "adds": adds}
         return sum(wire.reduce_room(moving.compression, place, master_itemsize, **how) for place in trained)
 
-    def gathering(unit: UnitLayout) -> int:
+    def gathering(unit: UnitLayout, *kept: Placement) -> int:
         """What a gather under way holds besides its result."""
-        layouts = ((layout, layout in moving.in_blocks) for layout in unit.layouts)
-        return sum(wire.gather_room(moving.compression, each, places[each], kept_in_blocks=kept) for each, kept in layouts)
+        layouts = [layout for layout in unit.layouts if not kept or places[layout].policy.params_kept in kept]
+        return sum(wire.gather_room(moving.compression, each, places[each], kept_in_blocks=each in moving.in_blocks) for each in layouts)
 
     root, blocks = units[0], units[1:]
 
     def largest(measure: Callable[[UnitLayout], int]) -> int:
         return max((measure(block) for block in blocks), default=0)
 
+    def ahead_of(coming: Sequence[_Block]) -> list[_Block]:
+        """Those gathered ahead of the blocks that come next, see `prefetch.py`; what is kept until backward is there already and counts."""
+        chosen, nbytes = [], 0
+        for block in coming if prefetch_bytes else ():
+            if nbytes and block.released and nbytes + block.released > prefetch_bytes:
+                break
+            chosen.append(block)
+            nbytes += block.released + block.kept
+        return chosen
+
     root_grads = sum(in_ring(root, False, True))
     always = root_grads + gathered(root)
-    passing = largest(lambda block: gathered(block, WORLD, GROUP))
-    in_use = largest(lambda block: gathered(block, WORLD, GROUP) + gathering(block))
-    released = sum(gathered(block, WORLD, GROUP) > 0 for block in blocks)
-    ahead = max(1, prefetch_bytes // passing) if passing and prefetch_bytes else 0
     most = made(units) + step_bytes  # in the optimizer's step, when only what stays between micro-batches is there
     most = max(most, always + made(units) + ring_bytes(blocks) + received(root) + min(1, len(blocks)) * largest(received))
     before = made(units) + ring_bytes(blocks) + root_grads if adds else made([])  # in the micro-batches before this one
-    most = max(most, before + gathered(root) + gathering(root) + min(ahead, len(blocks)) * in_use)
-    for done in range(1, len(blocks) + 1):  # blocks, the last one first, whose reduction has begun; that of the one before is under way
-        left = blocks[: len(blocks) - done + 1]
-        held = min(1 + ahead, released, len(left)) * in_use + sum(gathered(block, FULL) for block in left)
-        held += sum(secondary(block) for block in blocks[: len(blocks) - max(1, done - 1)])
-        reduced = blocks[-done:]
-        most = max(most, always + made(reduced) + held + ring_bytes(reduced) + min(2, done) * largest(received))
+    first = ahead_of([_Block(gathered(block), 0, gathering(block), 0) for block in blocks])
+    most = max(most, before + gathered(root) + gathering(root) + sum(block.released + block.arriving for block in first))
+    in_backward = [
+        _Block(
+            gathered(block, WORLD, GROUP),
+            gathered(block, FULL),
+            gathering(block, WORLD, GROUP),
+            0 if block is blocks[-1] else secondary(block),
+        )
+        for block in blocks
+    ]
+    for done in range(len(blocks) + 1):  # blocks, the last one first, whose reduction has begun; that of the one before is under way
+        left = len(blocks) - done
+        reducing = always + made(blocks[left:]) + ring_bytes(blocks[left:]) + min(2, done) * largest(received)
+        for there in (in_backward[:left], in_backward[: left + 1] if done else []):  # the last one is about to compute, or has
+            held = [*there[-1:], *ahead_of(there[-2::-1])]
+            arriving = sum(block.arriving for block in held) - (there[-1].arriving if len(there) > left else 0)
+            kept = sum(block.kept + block.secondary for block in there)
+            most = max(most, reducing + kept + arriving + sum(block.released for block in held))
     return most
 
 

@@ -116,6 +116,32 @@ def test_the_second_of_two_communications_begins_with_the_result_of_the_first_or
     assert log == ["one begun"]
 
 
+def test_the_second_begins_at_once_where_nothing_is_under_way() -> None:
+    """So a sum between groups of one rank runs beside backward, as stage 0's does."""
+    log: list[str] = []
+    both = Handle([]).then(lambda: Recorded("two", log), None)
+    assert log == ["two begun"]
+    both.wait()
+    assert log == ["two begun", "two done"]
+
+
+def test_a_second_one_that_ctrl_c_interrupted_is_waited_for_before_anything_else_is_sent() -> None:
+    log: list[str] = []
+
+    class Interrupted(Recorded):
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+        def abandon(self) -> None:
+            log.append("two abandoned")
+
+    both = Recorded("one", log).then(lambda: Interrupted("two", log), None)
+    with pytest.raises(KeyboardInterrupt):
+        both.wait()
+    both.abandon()
+    assert log == ["one begun", "one done", "two begun", "two abandoned"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_both_are_queued_at_once_on_a_stream_that_waits() -> None:
     log: list[str] = []

@@ -119,6 +119,7 @@ def measure(shapes: list[str], dtype: str, offload: OffloadConfig) -> list[dict[
         sent = bytes_sent(engine.layouts, policy_of(zero), 4, **shape, micro_batches=2)
         meter = engine.memory
         rest = {kind: meter.by_kind.get(kind, 0) for kind in ("params", "master", "optimizer")}
+        rest["grads"] = meter.peak_by_kind["grads"]  # shards of them are gone after the step
         engine.flush()
         planned = {kind: getattr(state, kind) for kind in rest}
         host, peak, wire = (engine.host_memory.current, state.host), (meter.peak, state.total), (engine.bytes_sent - before, sent)

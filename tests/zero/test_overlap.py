@@ -13,6 +13,7 @@ import torch.distributed as dist
 from framework.kernels import library
 from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.comm import Comm, Handle
+from framework.zero.wire import TAGS
 from tests.zero import zoo
 
 BLOCKS = range(zoo.BLOCKS)
@@ -27,7 +28,7 @@ def events_of_a_step(zero: ZeroConfig) -> list[tuple]:
 
     def watched(kind: str, method):
         def call(comm: Comm, out: torch.Tensor, shard: torch.Tensor, tag: int, **options) -> Handle:
-            block = tag // 2 - 1  # each buffer has two tags, and the root, which has one buffer here, comes first
+            block = tag // TAGS - 1  # each buffer has tags of its own, and the root, which has one buffer here, comes first
             handle = method(comm, out, shard, tag, **options)
             events.append(("begin", kind, block))
             taken[handle] = ("take", kind, block)

@@ -251,7 +251,13 @@ def _offload(recipe: RecipeConfig) -> Iterator[Problem]:
         yield Problem(path="offload.fraction", got=f"{offload.fraction:g}", expected="a share from 0 to 1", fix="offload.fraction=1")
     if "nvme" in (offload.optimizer, offload.params) and not (offload.nvme_path or "").strip():
         yield Problem(path="offload.nvme_path", got="nothing", expected="a folder on a local disk", fix="offload.nvme_path=/mnt/nvme")
-    if offload.optimizer == "nvme" and optimizer not in ON_DISK:
+    if offload.optimizer == "nvme" and optimizer in ON_DISK and recipe.optimizer.moments != "fp32":
+        got = f"nvme with optimizer.moments={recipe.optimizer.moments}, which lie in memory"
+        yield Problem(path="offload.optimizer", got=got, expected="cpu, or moments in fp32", fix="offload=optimizer")
+    if offload.params == "nvme" and zero.shard_size and zero.shard_optimizer == "world":
+        got = "nvme with zero.shard_optimizer=world, which keeps chunks of parameters in memory"
+        yield Problem(path="offload.params", got=got, expected="cpu, or shards of one kind", fix="zero.shard_optimizer=group")
+    if offload.optimizer == "nvme" and optimizer not in (*ON_DISK, "muon", "adafactor"):
         got, expected = f"nvme with {optimizer}, which torch runs on state in memory", f"one of {', '.join(ON_DISK)}, or cpu"
         yield Problem(path="offload.optimizer", got=got, expected=expected, fix="offload=optimizer")
     if offload.optimizer == "nvme" and recipe.precision.compute_dtype == "float64":
@@ -292,7 +298,13 @@ def _master_weights(recipe: RecipeConfig) -> Iterator[Problem]:
     if recipe.optimizer.name not in ("adamw", "lion", "sgd"):
         got = f"{kept} with {recipe.optimizer.name}, which is torch's own and updates fp32 tensors"
         yield Problem(path=path, got=got, expected="full, or adamw, lion or sgd", fix=fix)
-    if offload.params != "none" and (offload.optimizer == "none" or offload.fraction < 1):
+    elif recipe.optimizer.moments != "fp32":
+        got, expected = f"{kept} with optimizer.moments={recipe.optimizer.moments}", "full, or moments in fp32"
+        yield Problem(path=path, got=got, expected=expected, fix="optimizer.moments=fp32")
+    if "nvme" in (offload.optimizer, offload.params):
+        got = f"{kept} with state on a disk, where masters are fp32"
+        yield Problem(path=path, got=got, expected="full, or state in memory", fix=fix)
+    elif offload.params != "none" and (offload.optimizer == "none" or offload.fraction < 1):
         got = f"{kept} with parameters in host memory and optimizer state on the device"
         yield Problem(path=path, got=got, expected="full, or both in one place", fix="offload=all")
 

@@ -27,9 +27,14 @@ REMARKABLE = (
     "data.validation_fraction",
     "optimizer",
     "schedule",
+    "precision",
+    "trainer.max_steps",
+    "trainer.epochs",
+    "eval",
+    "zero.gather_compression",
+    "zero.reduce_compression",
+    "zero.error_feedback",
 )
-REMARKABLE += ("precision", "trainer.max_steps", "trainer.epochs", "eval")
-REMARKABLE += ("zero.gather_compression", "zero.reduce_compression", "zero.error_feedback")
 """Settings that may change, and may change the training that follows or what is measured of it."""
 WHERE_IT_BEGAN = ("precision.initial_loss_scale",)
 """Settings that a resumed run has no use for."""

@@ -261,6 +261,11 @@ class FlatBuffer(Gradients):
             copy_master_(self.shard, values, self.remainder)
 
     @property
+    def gathers_exactly(self) -> bool:
+        """Whether what is gathered is what the shards hold, to the bit."""
+        return self._gatherer is self._gather_route
+
+    @property
     def readable(self) -> bool:
         """Whether the parameters are whole and current, or will be after `wait`."""
         return self.present and not self.stale
@@ -364,6 +369,13 @@ class FlatBuffer(Gradients):
         if self.updating is not None:
             wait(self.updating)
             self.updating = None  # only now: one that failed, or was not waited for to its end, is never passed over
+            self._free_grad()
+
+    def forget_update(self) -> None:
+        """Before masters are replaced: wait for the update that is under way, whatever becomes of it."""
+        if self.updating is not None:
+            self.updating.exception()
+            self.updating = None
             self._free_grad()
 
     def publish(self, *, written: bool = False) -> None:

@@ -139,15 +139,14 @@ def _adopt(buffer: FlatBuffer, before: torch.Tensor, world: Comm) -> None:
             view.copy_(parameter)
             parameter.data = view
     world.broadcast(buffer.alias)
-    now = _own_part(buffer)
-    if buffer.master is buffer.shard and not buffer.stored:
-        if not buffer.permanent:
-            buffer.shard.copy_(now)
-        return
-    with buffer.rewriting() as masters:
-        differs = (now != before).to(masters.device)
-        masters.copy_(torch.where(differs, now.to(masters.device, masters.dtype), masters))
-    buffer.publish()
+    now, exact = _own_part(buffer), buffer.master is buffer.shard and not buffer.stored and buffer.gathers_exactly
+    if not exact:
+        with buffer.rewriting() as masters:
+            differs = (now != before).to(masters.device)
+            masters.copy_(torch.where(differs, now.to(masters.device, masters.dtype), masters))
+    elif not buffer.permanent:
+        buffer.shard.copy_(now)
+    buffer.publish(written=exact)
 
 
 class ManualStep:

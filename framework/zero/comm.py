@@ -230,6 +230,7 @@ class Comm:
         self._begin(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return Handle([dist.all_reduce(tensor, group=self.group, async_op=True)], keep=(tensor,))
 
+    @_whole_or_lost
     def all_to_all(self, out: torch.Tensor, given: torch.Tensor, out_numels: list[int], given_numels: list[int]) -> Handle:
         """Send `given`, cut into `given_numels` elements for each rank, and fill `out` with what comes: `out_numels` from each rank."""
         if self.size == 1:

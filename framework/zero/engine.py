@@ -248,9 +248,10 @@ class ZeroEngine:
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.step(factor, finite, self._used_by_any(sums.used), self._offsets)
             if len(self.sharded_optimizer.torch.state) != self._counted_states:
-                self._count_optimizer_state()
-        written = self.sharded_optimizer is not None and self.sharded_optimizer.writes_shards
+                self.count_optimizer_state()
+        optimizer = self.sharded_optimizer
         for buffer in self.trained:
+            written = optimizer is not None and (optimizer.writes_shards if buffer.blocks is None else optimizer.writes_blocks)
             buffer.publish(written=written and buffer.is_written_with_master)
 
     def wait_for_readers(self) -> None:
@@ -259,7 +260,7 @@ class ZeroEngine:
             torch.cuda.current_stream(self.device).wait_event(self.reading)
             self.reading = None
 
-    def _count_optimizer_state(self) -> None:
+    def count_optimizer_state(self) -> None:
         self._counted_states = len(self.sharded_optimizer.torch.state)
         for meter, on_host in ((self.memory, False), (self.host_memory, True)):
             meter.set("optimizer", self.sharded_optimizer.state_nbytes(on_host=on_host))
@@ -381,8 +382,6 @@ class ZeroEngine:
         """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
         state.load_state_dict(self, saved)
         self.updating = False
-        if self.sharded_optimizer is not None:
-            self._count_optimizer_state()
 
     def flush(self) -> None:
         """Wait for the updates that run on the host: masters, optimizer state and shards are those after the last step."""

@@ -102,7 +102,7 @@ class _Shard:
 class FlatOptimizer:
     """The step of `optimizer` on `pieces`: (buffer, index of the slot, piece, the 1-D parameter that the optimizer holds)."""
 
-    writes_shards = True
+    writes_shards = writes_blocks = True
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:

@@ -120,13 +120,12 @@ def place_of(layout: Layout, usual: Policy, world_size: int, group_size: int | N
 
 
 def keep_gathered(units: list[UnitLayout], zero: ZeroConfig, world_size: int, compute_itemsize: int) -> list[UnitLayout]:
-    """`units`, of which as many as `zero.keep_gathered_bytes` allows are never released: in forward order, but the last block and the
-    root, which are gathered once in a micro-batch and not twice, at the end."""
+    """`units`, of which as many as `zero.keep_gathered_bytes` allows are never released: blocks in forward order, then the root."""
     room, usual = zero.keep_gathered_bytes, policy_of(zero)
     members = zero.secondary_shard_size or zero.shard_size
     root, *blocks = units
     kept: dict[str, UnitLayout] = {}
-    for unit in (*blocks[:-1], *blocks[-1:], root):
+    for unit in (*blocks, root):
         places = {layout: place_of(layout, usual, world_size, members, 0) for layout in unit.layouts}
         released = [layout for layout, place in places.items() if place.policy.params_at_rest is not FULL]
         nbytes = sum(layout.itemsize(compute_itemsize) * places[layout].extents.padded for layout in released)

@@ -117,10 +117,6 @@ class Layout:
                 found.append(Piece(slot, low - slot.offset, high - slot.offset, low - start))
         return found
 
-    def shard_pieces(self, rank: int, world_size: int) -> list[Piece]:
-        numel = self.shard_numel(world_size)
-        return self.pieces(rank * numel, (rank + 1) * numel)
-
 
 @dataclass(frozen=True)
 class UnitLayout:

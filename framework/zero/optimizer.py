@@ -180,6 +180,11 @@ class ShardedOptimizer:
         return self._flat is not None and self._flat.writes_shards
 
     @property
+    def writes_blocks(self) -> bool:
+        """The same of `FlatBuffer.blocks`, where parameters are gathered in 8 bits."""
+        return self._flat is not None and self._flat.writes_blocks
+
+    @property
     def keeps_8_bits(self) -> bool:
         """Whether moments of large matrices are codes and scales (`eight_bit.py`)."""
         return isinstance(self._flat, EightBitStep)

@@ -43,8 +43,8 @@ Members = dict[FlatBuffer, list[Member]]
 class PieceStep(ABC):
     """Makes the step of `optimizer` on pieces. Where the factor on the gradients is not finite nothing changes but counts of steps."""
 
-    writes_shards = False
-    """Whether parameters in the compute dtype are written, too."""
+    writes_shards = writes_blocks = False
+    """Whether parameters in the compute dtype are written, too; and where they are gathered in 8 bits, the blocks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members) -> None:
         self._torch, self._members = optimizer, members

@@ -82,6 +82,8 @@ def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
     missing, unexpected = expected - state["model"].keys(), state["model"].keys() - expected
     if missing or unexpected:
         raise KeyError(f"state does not fit the model: missing {sorted(missing)[:5]}, unexpected {sorted(unexpected)[:5]}")
+    for buffer in engine.trained:
+        buffer.forget_update()
     for buffer in engine.buffers:
         with buffer.rewriting() as target:
             for piece in buffer.pieces:
@@ -130,6 +132,7 @@ def load_optimizer(engine: ZeroEngine, groups: list[dict[str, Any]], of_piece: C
             loaded = loaded if sharded.keeps_8_bits else dequantized(loaded)
             sharded.torch.state[shard] = {key: placed(key, value) for key, value in loaded.items()}
         sharded.adopt_state(buffer)
+    engine.count_optimizer_state()
 
 
 def _steps_on_device(group: dict[str, Any]) -> bool:

@@ -117,6 +117,20 @@ def test_a_value_out_of_range_is_a_problem_of_that_setting(setting, value):
         ({"zero__stage": 3, "zero__gather_compression": "int8", "precision__compute_dtype": "float64"}, "zero.gather_compression"),
         ({"zero__stage": 1, "zero__reduce_compression": "int8", "precision__compute_dtype": "float64"}, "zero.reduce_compression"),
         ({"zero__stage": 1, "zero__reduce_compression": "bf16", "zero__error_feedback": True}, "zero.error_feedback"),
+        ({"offload__optimizer": "nvme", "offload__nvme_path": "/x", "optimizer__moments": "8bit"}, "offload.optimizer"),
+        (
+            {
+                "precision__compute_dtype": "bfloat16",
+                "precision__master_weights": "remainder",
+                "offload__optimizer": "nvme",
+                "offload__nvme_path": "/x",
+            },
+            "precision.master_weights",
+        ),
+        (
+            {"precision__compute_dtype": "bfloat16", "precision__master_weights": "none", "optimizer__moments": "8bit"},
+            "precision.master_weights",
+        ),
         ({"optimizer__name": "sgd", "optimizer__moments": "8bit"}, "optimizer.moments"),
         ({"optimizer__moments": "8bit", "precision__compute_dtype": "float64"}, "optimizer.moments"),
         ({"optimizer__adjust_lr": "original"}, "optimizer.adjust_lr"),

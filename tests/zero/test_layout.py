@@ -24,10 +24,11 @@ def test_shards_cover_every_element_exactly_once(sizes: list[int], world_size: i
     layout = layout_of(sizes)
     covered = {slot.name: torch.zeros(slot.numel, dtype=torch.int) for slot in layout.slots}
     for rank in range(world_size):
-        for piece in layout.shard_pieces(rank, world_size):
+        begin = rank * layout.shard_numel(world_size)
+        for piece in layout.pieces(begin, begin + layout.shard_numel(world_size)):
             covered[piece.slot.name][piece.start : piece.stop] += 1
             assert 0 <= piece.shard_start and piece.shard_stop <= layout.shard_numel(world_size)
-            assert rank * layout.shard_numel(world_size) + piece.shard_start == piece.slot.offset + piece.start
+            assert begin + piece.shard_start == piece.slot.offset + piece.start
     assert all(bool((count == 1).all()) for count in covered.values())
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.comm import Comm
+from framework.zero.eight_bit import AdamW8bit
 from framework.zero.wire import Bf16Reduce, BlockReduce, Blocks, HierarchicalReduce, Int8Gather
 from tests.zero import zoo
 
@@ -289,6 +290,55 @@ def blocks_and_masters(optimizer: type) -> float:
 def test_what_is_gathered_is_the_quantised_master_whoever_wrote_it(ranks, optimizer: type) -> None:
     """The kernel in its pass (AdamW, SGD), or we after torch's own optimizer (Adam)."""
     assert ranks(2, blocks_and_masters, optimizer) == [0, 0]
+
+
+def parameters_and_masters() -> tuple[float, float]:
+    """How far parameters of a matrix with moments in 8 bits are from their masters, and these from where they began; on rank 0."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    first = model.weight.detach().clone()
+    engine = ZeroEngine(model, ZeroConfig(stage=3, gather_compression="int8"), optimizer=AdamW8bit(model.parameters(), lr=0.1))
+    for step in range(2):
+        torch.manual_seed(step)
+        engine.backward(engine.module(torch.randn(4, 64)).square().sum(), 4)
+        engine.step()
+    masters = dict(engine.full_tensors())["weight"]
+    with engine.gathered():
+        seen = model.weight.detach().clone()
+    return (0.0, 1.0) if masters is None else (float((seen - masters).abs().max()), float((masters - first).abs().min()))
+
+
+def test_what_an_optimizer_without_blocks_has_updated_is_gathered_too(ranks) -> None:
+    for rounding, step in ranks(2, parameters_and_masters):
+        assert rounding < 0.5 / 127 and step > 0.01
+
+
+def changed_by_hand(zero: ZeroConfig, offload: OffloadConfig) -> tuple[float, float, int]:
+    """(what a changed element is on this rank at the next gather, and in the masters, how many other masters have changed)."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    engine = ZeroEngine(model, zero, offload=offload, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    before = {name: tensor for name, tensor in engine.full_tensors()}
+    with engine.gathered(modify=True), torch.no_grad():
+        model.weight[3, 5] = 7.0
+    with engine.gathered():
+        seen = float(model.weight.detach()[3, 5])
+    after = {name: tensor for name, tensor in engine.full_tensors()}
+    if dist.get_rank():
+        return seen, 7.0, 0
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    return seen, float(after["weight"][3, 5]), changed - 1
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(
+    "zero",
+    [ZeroConfig(stage=3, gather_compression="int8"), ZeroConfig(stage=3, shard_size=2, shard_optimizer="world")],
+    ids=["int8", "in groups"],
+)
+def test_a_change_by_hand_reaches_every_rank_and_no_other_master(ranks, zero: ZeroConfig, offload: str) -> None:
+    for seen, master, others in ranks(4, changed_by_hand, zero, OffloadConfig(optimizer=offload, params=offload)):
+        assert (seen, master, others) == (7.0, 7.0, 0)
 
 
 def losses_with(offload: OffloadConfig, precision: PrecisionConfig) -> list[float]:

@@ -157,3 +157,22 @@ def test_p48_a_step_that_is_not_finite_leaves_offloaded_state_as_it_was() -> Non
 def test_parameters_are_offloaded_at_stage_3_only() -> None:
     with pytest.raises(ValueError, match="need ZeRO stage 3"):
         ZeroEngine(zoo.make("Plain"), ZeroConfig(stage=2), offload=ALL)
+
+
+@needs_kernels
+def test_what_is_loaded_right_after_a_step_is_not_changed_by_its_update() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine = ZeroEngine(model, ZeroConfig(stage=2), offload=OffloadConfig(optimizer="cpu"), optimizer=optimizer)
+
+    def step() -> None:
+        engine.backward(engine.module(torch.ones(2, 1024)).square().sum(), 2)
+        engine.step()
+
+    step()
+    saved = engine.state_dict()
+    step()
+    engine.load_state_dict(saved)
+    engine.flush()
+    assert all(torch.equal(tensor, saved["model"][name]) for name, tensor in engine.full_tensors())

@@ -106,35 +106,49 @@ class FlatBuffer(Gradients):
         self._keeps_chunk = self._in_parts and policy.params_at_rest is GROUP
         self.blocks: wire.Blocks | None = None
         """The parameters as they are gathered, where that is not how `shard` has them."""
+        self._hold_parameters(host, params_at, masters_at)
+        self._hold_masters(host, params_at, masters_at, master_weights)
+        self._fetching: Pending | None = None
+        """The read of `shard` from the disk into `full`, before it can be gathered."""
+        self._gathering: Handle | None = None
+
+        self._init_gradients(zero, device)
+
+    def _hold_parameters(self, host: HostMemory, params_at: str, masters_at: str) -> None:
+        """Make `shard`, and what else there is of the parameters between uses."""
         if self.permanent:
-            self.shard = self.alias[extents.shard]
-            meter.add("params", self._full_bytes)
-        elif self._gatherer is not self._gather_route and layout.requires_grad and params_at == masters_at == "none":
-            self.blocks = wire.Blocks.zeros(self.shard_numel, device)
-            self.shard = torch.zeros(self.shard_numel, dtype=master_dtype, device=device)
-            meter.add("params", self.blocks.nbytes)
-            meter.add("master", self.shard.nbytes)
+            self.shard = self.alias[self._extents.shard]
+            self.meter.add("params", self._full_bytes)
+        elif self._gatherer is not self._gather_route and self.layout.requires_grad and params_at == masters_at == "none":
+            self.blocks = wire.Blocks.zeros(self.shard_numel, self.full.device)
+            self.shard = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=self.full.device)
+            self.meter.add("params", self.blocks.nbytes)
+            self.meter.add("master", self.shard.nbytes)
         else:
-            held_numel = extents.numel(policy.params_at_rest)
+            held_numel = self._extents.numel(self.policy.params_at_rest)
             if params_at == "nvme":
                 if self._keeps_chunk:
                     raise ValueError(
                         "shard_optimizer='world' keeps chunks of parameters in memory, so OffloadConfig(params='nvme') is not for it"
                     )
-                self.stored["shard"] = host.on_disk("params", self._named("shard"), self.shard_numel, compute_dtype)
-                held = _unreadable(compute_dtype, torch.device("cpu")).expand(self.shard_numel)
+                self.stored["shard"] = host.on_disk("params", self._named("shard"), self.shard_numel, self.compute_dtype)
+                held = _unreadable(self.compute_dtype, torch.device("cpu")).expand(self.shard_numel)
             elif self.shard_on_host:
-                held = host.zeros("params", held_numel, compute_dtype)
+                held = host.zeros("params", held_numel, self.compute_dtype)
             else:
-                held = torch.zeros(held_numel, dtype=compute_dtype, device=device)
-                meter.add("params", held.nbytes)
+                held = torch.zeros(held_numel, dtype=self.compute_dtype, device=self.full.device)
+                self.meter.add("params", held.nbytes)
             self._chunk = held if self._keeps_chunk else None
             self.shard = held[self._part] if self._keeps_chunk else held
         if not self.permanent:
-            meter.add("gathered", self._full_bytes)
+            self.meter.add("gathered", self._full_bytes)
+
+    def _hold_masters(self, host: HostMemory, params_at: str, masters_at: str, master_weights: MasterWeights) -> None:
+        """Make `master`, or `remainder`, where it is not `shard` itself."""
+        compute_dtype, master_dtype = self.compute_dtype, self.master_dtype
         self.master: torch.Tensor | None = self.shard
         self.remainder: torch.Tensor | None = None
-        if self.blocks is not None or not layout.requires_grad or (compute_dtype == master_dtype and masters_at == params_at):
+        if self.blocks is not None or not self.layout.requires_grad or (compute_dtype == master_dtype and masters_at == params_at):
             if params_at == "nvme":
                 self.stored["master"] = self.stored["shard"]
         elif masters_at == "nvme":
@@ -148,14 +162,9 @@ class FlatBuffer(Gradients):
                 if masters_at == "cpu":
                     kept = host.zeros("master", self.shard_numel, dtype)
                 else:
-                    kept = torch.zeros(self.shard_numel, dtype=dtype, device=device)
-                    meter.add("master", kept.nbytes)
+                    kept = torch.zeros(self.shard_numel, dtype=dtype, device=self.full.device)
+                    self.meter.add("master", kept.nbytes)
                 self.master, self.remainder = (None, kept) if split else (kept, None)
-        self._fetching: Pending | None = None
-        """The read of `shard` from the disk into `full`, before it can be gathered."""
-        self._gathering: Handle | None = None
-
-        self._init_gradients(zero, device)
 
     # -- parameters -----------------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,17 @@ def in_dispatch_mode() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def in_functorch() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work, whose tensors have no memory of their own."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def add_to_each(tensors: list[torch.Tensor], number: float) -> None:
+    """Add `number` to many small tensors, in place, in one call."""
+    if tensors:
+        torch._foreach_add_(tensors, number)
+
+
 def raw_stream(device_index: int) -> int:
     """The address of the current CUDA stream, without the object that `torch.cuda.current_stream()` makes."""
     return torch._C._cuda_getCurrentRawStream(device_index)

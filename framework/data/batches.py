@@ -167,11 +167,13 @@ def collate(rows: Rows, pad_id: int, *, pinned: bool = False) -> MicroBatch:
     lengths, ends = rows.lengths.tolist(), np.cumsum(rows.lengths).tolist()
     shape = max(1, len(lengths)), max(lengths, default=1)
     input_ids, labels = (torch.full(shape, value, dtype=torch.int64, pin_memory=pinned) for value in (pad_id, IGNORED))
-    ids, targets = rows.ids, np.where(rows.trained, rows.ids, np.int32(IGNORED))
     inputs, shifted = input_ids.numpy(), labels.numpy()
+    ids = rows.ids.astype(np.int64)  # once, not row by row: half the time of a batch
     for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         inputs[row, :length] = ids[end - length : end]
-        shifted[row, : length - 1] = targets[end - length + 1 : end]
+    ids[~rows.trained] = IGNORED
+    for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        shifted[row, : length - 1] = ids[end - length + 1 : end]
     micro_batch = {
         "input_ids": input_ids,
         "labels": labels,

@@ -19,32 +19,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from framework import torch_private
-from framework.kernels.library import KernelError, library_for, mode
+from framework.kernels.library import KernelError, is_unknown, library_on, mode
 
 _OPERATIONS = torch.library.Library("framework", "FRAGMENT")
 
 
 def is_compiled(function: str, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether `function` of the compiled library takes tensors like `x`. Mixed dtypes are the reference's business, but an error under
-    kernels=compiled."""
+    """Whether `function` of the compiled library takes tensors like `x`. Mixed dtypes and torch.func's transforms are the reference's
+    business, but an error under kernels=compiled."""
     if other := next((other for other in others if other is not None and other.dtype != x.dtype), None):
         if mode() == "compiled":
             raise KernelError(f"kernels=compiled, but {function} takes tensors of one dtype, and got {x.dtype} with {other.dtype}.")
+        return False
+    if torch_private.in_functorch():
+        if mode() == "compiled":
+            raise KernelError(f"kernels=compiled, but {function} does not know torch.func's transforms.")
         return False
     return _is_compiled(function, x.device.type, x.dtype)
 
 
 @torch.compiler.assume_constant_result
 def _is_compiled(function: str, device_type: str, dtype: torch.dtype) -> bool:
-    key = function, device_type, dtype
-    like = _EXAMPLES.get(key)
-    if like is None:
-        with torch_private.outside_of_modes():  # it is kept: a real one
-            like = _EXAMPLES[key] = torch.empty(0, dtype=dtype, device=device_type)
-    return library_for(function, x=like) is not None
-
-
-_EXAMPLES: dict[tuple[str, str, torch.dtype], Tensor] = {}
+    unknown = f"x is {dtype}" if is_unknown(dtype) else None
+    return library_on(device_type, function, unknown) is not None
 
 
 def layer_op(
@@ -69,20 +66,38 @@ def layer_op(
         function = None
     else:
         torch.library.register_autograd(f"framework::{name}", backward, setup_context=setup_context, lib=_OPERATIONS)
-        members = {"forward": implementation, "setup_context": setup_context, "backward": once_differentiable(backward)}
-        function = type(name, (torch.autograd.Function,), {key: staticmethod(member) for key, member in members.items()})
+        function = _autograd_function(name, implementation, setup_context, backward)
     operation = getattr(torch.ops.framework, name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch_private.in_dispatch_mode() or not all(_is_plain(arg) for arg in args):
+        if torch.compiler.is_compiling() or torch_private.in_dispatch_mode():
             return operation(*args)
-        if function is None or not torch.is_grad_enabled() or not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            return implementation(*args)
-        return function.apply(*args)
+        wants_gradient = False
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if type(arg) not in _PLAIN:
+                    return operation(*args)
+                wants_gradient = wants_gradient or arg.requires_grad
+        return function.apply(*args) if wants_gradient and function is not None and torch.is_grad_enabled() else implementation(*args)
 
     return call
 
 
-def _is_plain(arg: Any) -> bool:
-    """Not one of torch's stand-ins for tensors while it traces."""
-    return not isinstance(arg, Tensor) or type(arg) in (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Not one of torch's stand-ins for tensors while it traces."""
+
+
+def _autograd_function(name: str, implementation: Callable, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
+    """What an eager call goes through. With a forward that takes `ctx` the host needs half as long as with a `setup_context` of its own,
+    for which torch looks up the signature at every call."""
+    differentiable_once = once_differentiable(backward)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = implementation(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    def gradients(ctx: Any, *grads: Any) -> Any:
+        return (differentiable_once if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})

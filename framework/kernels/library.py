@@ -36,7 +36,6 @@ ABI_VERSION = 1
 Mode = Literal["auto", "reference", "compiled"]
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-KNOWN_DTYPES = frozenset(DTYPE_CODES)
 FW_INVALID = 10001
 MEANINGS = {
     FW_INVALID: "it refuses these arguments",
@@ -137,31 +136,42 @@ def library_for(function: str, *tensors: Tensor | None, **named: Tensor | None) 
     """
     if tensors:
         named = {f"tensor {position}": tensor for position, tensor in enumerate(tensors, 1)} | named
-    given = [tensor for tensor in named.values() if tensor is not None]  # in comprehensions: an optimizer step asks for every buffer
-    devices = {tensor.device for tensor in given}
-    if len(devices) > 1:
-        raise KernelError(_devices(function, named))
-    if False in [tensor.is_contiguous() for tensor in given]:
-        raise KernelError(_not_contiguous(function, named))
-    device = devices.pop() if devices else None
-    if _mode == "reference" or device is None or device.type == "meta" or True in [torch_private.is_fake(tensor) for tensor in given]:
+    device, known, fake = None, True, False  # one plain loop: every layer comes by here at every call
+    for tensor in named.values():
+        if tensor is None:
+            continue
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            raise KernelError(_devices(function, named))
+        if not tensor.is_contiguous():
+            raise KernelError(_not_contiguous(function, named))
+        known = known and not is_unknown(tensor.dtype)
+        fake = fake or torch_private.is_fake(tensor)
+    if device is None or fake:
         return None
-    library = _substitutes.get(device.type) or _load(device.type)
-    unknown = None  # a tensor whose dtype the kernels do not know
-    if not {tensor.dtype for tensor in given} <= KNOWN_DTYPES:
-        unknown = next((name for name, tensor in named.items() if tensor is not None and _is_unknown(tensor.dtype)), None)
-    if unknown is None and not isinstance(library, str) and library.has(function) and not (library.stale and _mode == "compiled"):
-        return library
-    if _mode == "auto":
+    unknown = None if known else next(f"{name} is {t.dtype}" for name, t in named.items() if t is not None and is_unknown(t.dtype))
+    return library_on(device.type, function, unknown)
+
+
+def library_on(device_type: str, function: str, unknown: str | None = None) -> Library | None:
+    """The library that has `function` for tensors on such a device, or None for the reference. Raises KernelError under kernels=compiled
+    where there is none. `unknown`: which tensor is of a dtype that the kernels do not know."""
+    if _mode == "reference" or device_type == "meta":
         return None
+    library = _substitutes.get(device_type) or _load(device_type)
     if isinstance(library, str):
         why_not = library
     elif not library.has(function):
         why_not = f"{library.path} does not have it"
-    elif library.stale:
+    elif library.stale and _mode == "compiled":
         why_not = f"{library.path} is {library.stale}"
+    elif unknown is not None:
+        why_not = f"{unknown}, and the kernels know {', '.join(map(str, DTYPE_CODES))}"
     else:
-        why_not = f"{unknown} is {named[unknown].dtype}, and the kernels know {', '.join(map(str, DTYPE_CODES))}"
+        return library
+    if _mode == "auto":
+        return None
     raise KernelError(f"kernels=compiled, but {function} cannot be used: {why_not}. {HOW_TO_BUILD}")
 
 
@@ -287,9 +297,9 @@ def _try_to_launch(library: Library) -> None:
     library.call("fw_cast", x.data_ptr(), 0, x.data_ptr() + 4, 0, 1, stream_of(x))
 
 
-def _is_unknown(dtype: torch.dtype) -> bool:
+def is_unknown(dtype: torch.dtype) -> bool:
     """Integers are bytes to the kernels, and known."""
-    return dtype.is_floating_point and dtype not in KNOWN_DTYPES
+    return dtype not in DTYPE_CODES and dtype.is_floating_point
 
 
 def _not_contiguous(function: str, named: dict[str, Tensor | None]) -> str:

@@ -4,7 +4,8 @@ and writes the parameters in the compute dtype.
 The torch optimizer stays what users see: `lr` is set in its groups, and its state holds the moments, which are views of one flat tensor
 per buffer, from its first parameter to its last. Only its loop over parameters is replaced, where a compiled kernel does what it does.
 
-Unusual: neighbours in a buffer that have the same settings are updated as one range, across the gap between them: zeros stay zeros.
+Unusual: neighbours in a buffer that are of one group and were updated as often are updated as one range, across the gap between them: zeros
+stay zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from framework import torch_private
 from framework.kernels.adamw import adamw_
 from framework.kernels.library import library_for
 from framework.kernels.lion import lion_
@@ -136,12 +138,14 @@ class FlatOptimizer:
         self._moments: dict[FlatBuffer, tuple[torch.Tensor, ...]] = {}
         self._counted: list[_Shard] = []
         """What the last step has updated."""
+        self._runs: dict[FlatBuffer, tuple[list[tuple[int, int]], list[tuple[_Shard, int, int]]]] = {}
 
     def step(self, factor: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `factor` is not finite, nothing changes but the counts of steps
         (`take_back_count`). Raises RuntimeError for an option that was set since and that the kernel does not have."""
         factor = factor.float()
         self._counted.clear()
+        settings: dict[tuple[int, int], ShardRange] = {}
         for group in self._torch.param_groups:
             if option := _other_arithmetic(group):
                 raise RuntimeError(f"{option} was set in a group of the optimizer after the engine was made: set it before")
@@ -151,7 +155,7 @@ class FlatOptimizer:
                 continue
             extent = self._extents[buffer]
             blocks = None if buffer.blocks is None else buffer.blocks.part(extent)
-            update = partial(_update, self._rule, self._ranges(buffer, used), blocks)
+            update = partial(_update, self._rule, self._ranges(buffer, used, settings), blocks)
             if buffer.state_on_disk:
                 update = partial(update, None)
             else:
@@ -162,27 +166,42 @@ class FlatOptimizer:
             else:
                 copies = buffer.shard is not buffer.master and buffer.is_written_with_master
                 update(buffer.grad[extent], buffer.shard[extent] if copies else None, factor)
+        self._count(1)
 
-    def _ranges(self, buffer: FlatBuffer, used: list[_Shard]) -> dict[Call, list[ShardRange]]:
-        """By call: what is updated, in order, neighbours as one; counted from the beginning of the buffer's extent."""
-        settings: dict[tuple[int, int], ShardRange] = {}
-        calls: dict[Call, list[ShardRange]] = {}
+    def _count(self, steps: int) -> None:
+        """Bring torch's counters up to date with ours."""
+        torch_private.add_to_each([shard.state["step"] for shard in self._counted], steps)
+
+    def _ranges(self, buffer: FlatBuffer, used: list[_Shard], settings: dict[tuple[int, int], ShardRange]) -> dict[Call, list[ShardRange]]:
+        """By call: what is updated, in order; counted from the beginning of the buffer's extent. `settings`: by group and step."""
         self._take_over(buffer, used)
         for shard in used:
-            self._counted.append(shard)
             shard.steps += 1
-            shard.state["step"].fill_(shard.steps)
+        self._counted += used
+        calls: dict[Call, list[ShardRange]] = {}
+        for shard, start, stop in self._runs_of(buffer, used):
             group, key = self._torch.param_groups[shard.group], (shard.group, shard.steps)
             if key not in settings:
                 settings[key] = self._rule.range_of(group, shard.steps)
-            ranges = calls.setdefault(self._rule.call_of(group, shard.steps), [])
-            start, stop = self._located(buffer, shard)
-            if ranges and _same(ranges[-1], settings[key]) and start - ranges[-1].stop < ALIGN:
-                start = ranges.pop().start
             one = settings[key]
             corrections = {"bias_correction1": one.bias_correction1, "bias_correction2_sqrt": one.bias_correction2_sqrt}
-            ranges.append(ShardRange(start=start, stop=stop, lr=one.lr, weight_decay=one.weight_decay, **corrections))
+            placed = ShardRange(start=start, stop=stop, lr=one.lr, weight_decay=one.weight_decay, **corrections)
+            calls.setdefault(self._rule.call_of(group, shard.steps), []).append(placed)
         return calls
+
+    def _runs_of(self, buffer: FlatBuffer, used: list[_Shard]) -> list[tuple[_Shard, int, int]]:
+        """Neighbours of one group and step, each as (the first of them, where it starts, where the last one stops). They stay the same
+        from step to step while the same parameters are used."""
+        key = [(shard.slot, shard.steps - used[0].steps) for shard in used]
+        if self._runs.get(buffer, (None,))[0] != key:
+            runs: list[tuple[_Shard, int, int]] = []
+            for shard in used:
+                first, (start, stop) = shard, self._located(buffer, shard)
+                if runs and (runs[-1][0].group, runs[-1][0].steps) == (shard.group, shard.steps) and start - runs[-1][2] < ALIGN:
+                    first, start, _ = runs.pop()
+                runs.append((first, start, stop))
+            self._runs[buffer] = key, runs
+        return self._runs[buffer][1]
 
     def _located(self, buffer: FlatBuffer, shard: _Shard) -> tuple[int, int]:
         """Where `shard` lies, counted from the beginning of the buffer's extent."""
@@ -193,7 +212,7 @@ class FlatOptimizer:
         """The last step was skipped on the device."""
         for shard in self._counted:
             shard.steps -= 1
-            shard.state["step"].fill_(shard.steps)
+        self._count(-1)
         self._counted.clear()
 
     def adopt_state(self, buffer: FlatBuffer) -> None:
@@ -273,13 +292,3 @@ def _other_arithmetic(group: dict[str, Any]) -> str | None:
     if isinstance(group["lr"], torch.Tensor):
         return "an lr that is a tensor"
     return next((option for option in OTHER_ARITHMETIC if group.get(option)), None)
-
-
-def _same(one: ShardRange, other: ShardRange) -> bool:
-    """Whether two ranges have the same settings."""
-    return (one.lr, one.weight_decay, one.bias_correction1, one.bias_correction2_sqrt) == (
-        other.lr,
-        other.weight_decay,
-        other.bias_correction1,
-        other.bias_correction2_sqrt,
-    )

@@ -109,3 +109,31 @@ def test_fp64_and_meta_tensors_take_the_reference(on_emulator):
     x = leaf(3, 40).double()
     assert rms_norm(x, x[0].detach(), 1e-5).dtype == torch.float64
     assert swiglu(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")).device.type == "meta"
+
+
+def test_transforms_of_torch_func_take_the_reference(device):
+    """Their tensors have no memory that a kernel could read."""
+    kernels.choose("auto")
+    x, weight = (tensor.to(device) for tensor in (randn(3, 4, 40), randn(40)))
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, 1e-5).square().sum()
+
+    leaf = weight.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(weight), torch.autograd.grad(loss(leaf), leaf)[0], rtol=1e-5, atol=1e-5)
+    each = torch.func.vmap(lambda rows: swiglu(rows, rows))(x)
+    torch.testing.assert_close(each, swiglu(x, x), rtol=1e-5, atol=1e-6)
+    kernels.choose("compiled")
+    try:
+        with pytest.raises(KernelError, match="fw_swiglu_forward does not know torch.func's transforms"):
+            torch.func.vmap(lambda rows: swiglu(rows, rows))(x)
+    finally:
+        kernels.choose("auto")
+
+
+def test_a_gradient_of_a_gradient_is_refused(device):
+    kernels.choose("auto")
+    x, weight = moved((leaf(3, 40), leaf(40)), device)
+    (first,) = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()

@@ -85,7 +85,7 @@ class TextEncoder:
         return None
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return token_ids(self.tokenizer, texts)
 
 
 class CompletionEncoder:
@@ -96,13 +96,13 @@ class CompletionEncoder:
 
     def encode(self, rows: list[tuple[str, Completion]]) -> list[Encoded | UserError]:
         texts = [text for _, row in rows for text in (row.prompt, row.prompt + row.completion)]
-        batch = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        batch = token_ids(self.tokenizer, texts)
         return [self._joined(where, row, *batch[2 * n : 2 * n + 2]) for n, (where, row) in enumerate(rows)]
 
     def _joined(self, where: str, row: Completion, prompt: list[int], whole: list[int]) -> Encoded | UserError:
         if whole[: len(prompt)] != prompt:
             text = self._decoded(whole)
-            whole = prompt + self.tokenizer(row.completion, add_special_tokens=False, verbose=False)["input_ids"]
+            whole = prompt + token_ids(self.tokenizer, [row.completion])[0]
             if self._decoded(whole) != text:
                 got = "a prompt and a completion that this tokenizer cannot take apart: they share a token"
                 fix = "a prompt that ends, or a completion that starts, at a space or a new line"
@@ -132,6 +132,20 @@ class IdsEncoder:
             return UserError(Problem(path=where, got=got, expected=expected, fix="model.tokenizer=/the/one/that/made/the/ids"))
         stops = (row.ids[-1],) if row.trained[-1] and row.ids[-1] in self.special_ids else ()
         return Encoded(np.array(row.ids, np.int32), np.array([False, *row.trained[1:]]), stops)
+
+
+def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Of each text alone, without the tokens that a tokenizer puts around it. One in Rust need not note where in the text each token lies,
+    which is a quarter of its time."""
+    if not texts:
+        return []
+    if not tokenizer.is_fast or tokenizer.split_special_tokens:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    core = tokenizer.backend_tokenizer
+    core.no_truncation()  # whatever was set before, as transformers does at each of its calls
+    core.no_padding()
+    core.encode_special_tokens = False
+    return [encoding.ids for encoding in core.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _start(tokenizer: Any) -> list[int]:

@@ -197,6 +197,14 @@ class StreamWriter:
             chunk = data[start : start + chunk_bytes]
             yield chunk
             self._stream.write(chunk)
+            self._begin_to_write_out(len(chunk))
+
+    def _begin_to_write_out(self, nbytes: int) -> None:
+        """Have the disk begin with the last `nbytes` now. Linux would wait until a tenth of the memory is to be written, or for the sync,
+        and the disk would be idle until then. (The advice drops nothing that is not on the disk yet.)"""
+        if hasattr(os, "posix_fadvise"):
+            self._stream.flush()
+            os.posix_fadvise(self._stream.fileno(), self._stream.tell() - nbytes, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, durably: bool = False) -> None:
         """`durably`: what was written is on the disk when this returns."""

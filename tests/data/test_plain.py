@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import framework.data.plain
 import framework.data.tokenize
 from framework.config.errors import UserError
-from framework.data.plain import CompletionEncoder, TextEncoder
+from framework.data.plain import CompletionEncoder, TextEncoder, token_ids
 from framework.data.tokenize import encode_rows
 from framework.data.turns import Completion, Passage
 
@@ -71,18 +71,29 @@ def test_a_completion_that_this_tokenizer_cannot_take_apart_is_refused(tokenizer
     assert "rows.jsonl:7: got a prompt and a completion that this tokenizer cannot take apart" in str(complete(tokenizer, "he", "llo"))
 
 
-class Counting:
-    """A tokenizer that remembers how many characters it got in its longest call."""
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Characters that the tokenizer got in each call."""
+    seen = []
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.most = tokenizer, 0
+    def counted(tokenizer, texts):
+        seen.append(sum(map(len, texts)))
+        return token_ids(tokenizer, texts)
 
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
+    monkeypatch.setattr(framework.data.plain, "token_ids", counted)
+    return seen
 
-    def __call__(self, texts, **options):
-        self.most = max(self.most, len(texts) if isinstance(texts, str) else sum(map(len, texts)))
-        return self.tokenizer(texts, **options)
+
+@pytest.mark.parametrize("split_special_tokens", [False, True])
+def test_p8_tokens_are_those_of_the_tokenizer_whatever_was_set_before(tokenizer_with, split_special_tokens):
+    tokenizer = tokenizer_with(None)
+    texts = ["hello the user asks", "", "World</s> 12", "\u4f60\u597d\u3002 don't"]
+    tokenizer(texts, truncation=True, max_length=2, padding="max_length", split_special_tokens=True)
+    tokenizer.split_special_tokens = split_special_tokens
+    expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    tokenizer(texts, truncation=True, max_length=2, padding="max_length", split_special_tokens=not split_special_tokens)
+    assert token_ids(tokenizer, texts) == expected and token_ids(tokenizer, []) == []
+    assert (tokenizer.eos_token_id in expected[2]) is not split_special_tokens
 
 
 @pytest.fixture
@@ -110,10 +121,9 @@ def test_p4_a_long_document_in_pieces_has_the_tokens_of_the_whole(tokenizer_with
     same()
 
 
-def test_no_call_of_the_tokenizer_gets_much_text(tokenizer_with, small_pieces):
-    counting = Counting(tokenizer_with(None))
-    encoded(counting, ["the user asks. " * n for n in (1000, 1, 2, 3, 50, 7, 100)] + ["x" * 500 + " the user" * 200])
-    assert counting.most <= 500 + 200
+def test_no_call_of_the_tokenizer_gets_much_text(tokenizer_with, small_pieces, calls):
+    encoded(tokenizer_with(None), ["the user asks. " * n for n in (1000, 1, 2, 3, 50, 7, 100)] + ["x" * 500 + " the user" * 200])
+    assert len(calls) > 1 and max(calls) <= 500 + 200
 
 
 def test_p4_a_tokenizer_that_cannot_be_cut_takes_a_long_document_whole_and_one_beyond_memory_not_at_all(
@@ -132,16 +142,16 @@ def test_p4_a_tokenizer_that_cannot_be_cut_takes_a_long_document_whole_and_one_b
         encoded(tokenizer, [text], block=100)
 
 
-def test_p4_a_tokenizer_that_puts_a_space_before_every_text_is_cut_at_a_space(tokenizer_with, small_pieces):
+def test_p4_a_tokenizer_that_puts_a_space_before_every_text_is_cut_at_a_space(tokenizer_with, small_pieces, calls):
     """As those of Llama 2."""
     from tokenizers import normalizers, pre_tokenizers
 
     tokenizer = tokenizer_with(None)
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    counting, text = Counting(tokenizer), "hello the user,  asks. \n" * 100
+    text = "hello the user,  asks. \n" * 100
     whole = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    assert encoded(counting, [text])[0].tolist() == whole and counting.most < 500 < len(text)
+    assert encoded(tokenizer, [text])[0].tolist() == whole and max(calls) < 500 < len(text)
 
 
 def test_of_a_document_all_but_the_first_token_is_trained_also_where_a_piece_begins(tokenizer_with, small_pieces):

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.kernels.adamw import adamw_
 from framework.kernels.lion import lion_
@@ -41,10 +41,11 @@ class EightBit(WholeStep):
         """The step number `step`, from 1, on flat tensors."""
         raise NotImplementedError
 
-    def update_whole(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor) -> None:
-        state = self.state[parameter] = self.state[parameter] or self.new_state(parameter.shape, parameter.view(-1))
+    def update_whole(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
+        if not state:
+            state.update(self.new_state(parameter.shape, parameter.view(-1)))
         state["step"] += 1
-        self.update(group, int(state["step"]), state, parameter.view(-1), grad.reshape(-1))
+        self.update(group, int(state["step"]), state, parameter.view(-1), grad.view(-1))
 
     def new_state(self, shape: torch.Size, piece: Tensor) -> dict[str, Tensor]:
         """Of a piece of a parameter of `shape` that was never updated."""
@@ -69,7 +70,7 @@ class EightBit(WholeStep):
         """One step on a piece ([n] each). `copy`: the parameters in the compute dtype; a `factor` that is not finite changes nothing."""
         quantized = self.moments[0] + CODE in state
         finite = None if factor is None else torch.isfinite(factor)
-        for start in range(0, master.numel(), CHUNK if quantized else master.numel()):
+        for start in range(0, master.numel(), CHUNK if quantized else max(1, master.numel())):
             at = slice(start, min(start + CHUNK, master.numel())) if quantized else slice(0, master.numel())
             of_blocks = slice(start // BLOCK, blocks(at.stop))
             stored = [(state[key + CODE][at], state[key + SCALE][of_blocks], SIGNED[key]) for key in self.moments if quantized]

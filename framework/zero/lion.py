@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.kernels.lion import lion_reference_
 from framework.kernels.shard import ShardRange
@@ -30,8 +30,7 @@ class Lion(WholeStep):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update_whole(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor) -> None:
-        state = self.state[parameter]
+    def update_whole(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
         whole = ShardRange(start=0, stop=parameter.numel(), lr=group["lr"], weight_decay=group["weight_decay"])

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.kernels.adamw import adamw_
 from framework.kernels.shard import adam_range
@@ -56,15 +56,16 @@ class Muon(WholeStep):
             if group["orthogonal"] and (others := [tuple(p.shape) for p in group["params"] if p.dim() != 2]):
                 raise ValueError(f"Muon: got a parameter of shape {others[0]} in a group of matrices; put it in one with orthogonal=False")
 
-    def update_whole(self, group: dict[str, Any], parameter: nn.Parameter, grad: Tensor) -> None:
-        state = self.state[parameter] = self.state[parameter] or new_state(group, parameter)
+    def update_whole(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
+        if not state:
+            state.update(new_state(group, parameter))
         if group["orthogonal"]:
             momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
             direction = orthogonal(ahead(group, grad, momentum).bfloat16())
             parameter.copy_(moved(group, parameter.shape, parameter, direction))
         else:
             state["step"] += 1
-            flat = (tensor.reshape(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], grad))
+            flat = (tensor.view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], grad))
             adamw_step(group, int(state["step"]), *flat)
 
 

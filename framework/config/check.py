@@ -102,15 +102,18 @@ def _architecture(arch: LlamaConfig) -> Iterator[Problem]:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     for name in sizes:
         yield from _at_least(f"model.arch.{name}", getattr(arch, name), 1)
+    if arch.sliding_window is not None:
+        yield from _at_least("model.arch.sliding_window", arch.sliding_window, 1)
     heads, kv_heads = arch.num_attention_heads, arch.num_key_value_heads
     if heads < 1:
         return
+    per_head = arch.hidden_size // heads if arch.head_dim is None else arch.head_dim
     if arch.head_dim is None and arch.hidden_size % heads:
         got = f"{arch.hidden_size} / {heads} heads = {arch.hidden_size / heads:.4g}, which is not whole"
         fix = f"model.arch.hidden_size={-(-arch.hidden_size // heads) * heads}"
         yield Problem(path="model.arch.hidden_size", got=got, expected=f"a multiple of {heads}, or model.arch.head_dim", fix=fix)
-    elif (arch.head_dim or arch.hidden_size // heads) % 2:
-        got = f"{arch.head_dim or arch.hidden_size // heads} values per head"
+    elif per_head % 2 or (arch.head_dim is not None and per_head < 2):
+        got = f"{per_head} values per head"
         yield Problem(path="model.arch.head_dim", got=got, expected="an even number, for rotary positions", fix="model.arch.head_dim=64")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         legal = [value for value in range(1, heads + 1) if heads % value == 0]

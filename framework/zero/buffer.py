@@ -92,6 +92,8 @@ class FlatBuffer(Gradients):
         """What lies on the disk: `shard`, `master` and, by its names, optimizer state; [S] each."""
         self.updating: Future | None = None
         """The update that is under way on the host."""
+        self.may_be_updating = False
+        """The same on every rank, where `updating` is not: a rank that has no piece of what is updated has nothing to do."""
 
         self.full = torch.zeros(self.padded, dtype=compute_dtype, device=device)
         self._storage, self._full_bytes = self.full.untyped_storage(), self.full.nbytes
@@ -379,6 +381,7 @@ class FlatBuffer(Gradients):
             wait(self.updating)
             self.updating = None  # only now: one that failed, or was not waited for to its end, is never passed over
             self._free_grad()
+        self.may_be_updating = False
 
     def forget_update(self) -> None:
         """Before masters are replaced: wait for the update that is under way, whatever becomes of it."""
@@ -397,6 +400,7 @@ class FlatBuffer(Gradients):
                 self.stored["shard"].write(self.masters()).wait()
             else:
                 copy_master_(self.shard, self.masters())
+        self.may_be_updating = self.master_on_host
         self._outdate()
 
     def _outdate(self) -> None:

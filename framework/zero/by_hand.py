@@ -185,10 +185,11 @@ def manual(engine: ZeroEngine) -> Iterator[ManualStep]:
     if engine.by_hand is not None:
         raise RuntimeError("engine.manual() inside engine.manual()")
     refuse.moved_or_thawed(engine)
-    step = engine.by_hand = ManualStep(engine)
-    for unit in engine.units:
-        unit.keepers.add(step)
+    step = ManualStep(engine)
     try:
+        engine.by_hand = step
+        for unit in engine.units:
+            unit.keepers.add(step)
         yield step
         step.collect()
         engine.reduce_all()

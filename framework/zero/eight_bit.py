@@ -23,6 +23,7 @@ from framework.kernels.shard import ShardCopies, ShardRange, adam_range
 from framework.zero.buffer import FlatBuffer
 from framework.zero.offload import HostUpdates
 from framework.zero.piece_step import Member, Members, PieceStep
+from framework.zero.whole_step import WholeStep
 
 SMALLEST = 4096
 """Elements of a matrix whose moments are in 8 bits."""
@@ -30,7 +31,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 CODE, SCALE = "_code", "_scale"
 
 
-class EightBit(torch.optim.Optimizer):
+class EightBit(WholeStep):
     """`step` is the reference for the one on shards: the same arithmetic on whole tensors."""
 
     moments: ClassVar[tuple[str, ...]]
@@ -40,20 +41,11 @@ class EightBit(torch.optim.Optimizer):
         """The step number `step`, from 1, on flat tensors."""
         raise NotImplementedError
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter] = self.state[parameter] or self.new_state(parameter.shape, parameter.view(-1))
-                state["step"] += 1
-                self.update(group, int(state["step"]), state, parameter.view(-1), parameter.grad.reshape(-1))
-        return loss
+    def update_whole(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
+        if not state:
+            state.update(self.new_state(parameter.shape, parameter.view(-1)))
+        state["step"] += 1
+        self.update(group, int(state["step"]), state, parameter.view(-1), grad.view(-1))
 
     def new_state(self, shape: torch.Size, piece: Tensor) -> dict[str, Tensor]:
         """Of a piece of a parameter of `shape` that was never updated."""
@@ -78,7 +70,7 @@ class EightBit(torch.optim.Optimizer):
         """One step on a piece ([n] each). `copy`: the parameters in the compute dtype; a `factor` that is not finite changes nothing."""
         quantized = self.moments[0] + CODE in state
         finite = None if factor is None else torch.isfinite(factor)
-        for start in range(0, master.numel(), CHUNK if quantized else master.numel()):
+        for start in range(0, master.numel(), CHUNK if quantized else max(1, master.numel())):
             at = slice(start, min(start + CHUNK, master.numel())) if quantized else slice(0, master.numel())
             of_blocks = slice(start // BLOCK, blocks(at.stop))
             stored = [(state[key + CODE][at], state[key + SCALE][of_blocks], SIGNED[key]) for key in self.moments if quantized]

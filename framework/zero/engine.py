@@ -32,7 +32,7 @@ from framework.zero.fp32_modules import lay_out
 from framework.zero.grad_pool import GradPool
 from framework.zero.grid import grid_of, keep_gathered
 from framework.zero.groups import Groups
-from framework.zero.layout import INTEGERS, Slot, UnitLayout
+from framework.zero.layout import Slot, UnitLayout
 from framework.zero.load import Read
 from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
@@ -132,11 +132,7 @@ class ZeroEngine:
         self._new_step()
 
         originals = dict(module.named_parameters(remove_duplicate=False))
-        if other := next((name for name, p in originals.items() if not (p.is_floating_point() or p.dtype in INTEGERS)), None):
-            raise TypeError(
-                f"{other} is of {originals[other].dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a "
-                "buffer"
-            )
+        refuse.unfit_parameters(originals)
         planned, self.boundaries = lay_out(module, precision.fp32_modules, self.compute_dtype, self.zero)
         self.layouts = keep_gathered(planned, self.zero, self.world.size, self.compute_dtype.itemsize)
         trained = [layout for unit in self.layouts for layout in unit.layouts if layout.requires_grad]
@@ -208,8 +204,7 @@ class ZeroEngine:
         refuse.assigned_gradients(self)
         self._reduce_leftovers()
         self.pool.give_back()
-        asked = self.stop_requested, self.busy()
-        sums = norm.sum_over_ranks(self.trained, self.world, self.loss_sum, self._tokens, *asked, self.device)
+        sums = norm.sum_over_ranks(self.trained, self.world, self.loss_sum, self._tokens, self.stop_requested, self.busy(), self.device)
         sound = (sums.tokens > 0) & sums.same_order
         finite = torch.isfinite(sums.square_sum + sums.loss_sum) & sound
         scale = None if self.scaler is None else self.scaler.scale
@@ -218,13 +213,14 @@ class ZeroEngine:
         factor = 1.0 / sums.tokens
         if scale is not None:
             grad_norm, factor = grad_norm / scale, factor / scale
-            self.scaler.update(finite)
         if self.grad_clip is not None:
             factor = factor * (self.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)
         in_kernel = self.device.type == "cuda" and self.sharded_optimizer is not None and self.sharded_optimizer.scales_in_kernel
         looks = not in_kernel and self.device.type != "meta"  # tensors without values are traced as if all went well
         if looks and bool(fatal):
             refuse.not_finite(self, sums)
+        if self.scaler is not None:
+            self.scaler.update(finite)
         if not looks or bool(finite):
             self._update(factor, finite, sums)
         else:
@@ -232,7 +228,7 @@ class ZeroEngine:
         for buffer in self.trained:
             buffer.end_step()
         if self.zero.error_feedback and (scale is not None or in_kernel):
-            kept = torch.where(finite, 1.0 if scale is None else self.scaler.scale / scale, 0.0)
+            kept = (torch.ones_like(factor) if scale is None else self.scaler.scale / scale).masked_fill(~finite, 0)
             for buffer in self.trained:
                 buffer.scale_residuals(kept)
         self._verdict = norm.Verdict(finite, fatal) if in_kernel else None
@@ -277,7 +273,7 @@ class ZeroEngine:
         self.flush()
         finite, fatal = (True, False) if self._verdict is None else self._verdict.read()
         if fatal:
-            why = f"the loss or a gradient was not finite, or {norm.NOT_THE_SAME_ORDER}"
+            why = f"the loss or a gradient was not finite, or no micro-batch had a trained token, or {norm.NOT_THE_SAME_ORDER}"
             raise NonFiniteError(f"step {self.steps_done}: {why}; that step's update was skipped")
         if not finite:
             self.sharded_optimizer.take_back_count()
@@ -381,7 +377,7 @@ class ZeroEngine:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take what `state_dict` gave; every rank gets the same. See `state.load_state_dict`."""
         state.load_state_dict(self, saved)
-        self.updating = False
+        self.updating, self._verdict = False, None  # of a step that is forgotten
 
     def flush(self) -> None:
         """Wait for the updates that run on the host: masters, optimizer state and shards are those after the last step."""
@@ -408,7 +404,7 @@ class ZeroEngine:
         self.prefetch.end(finished=False)
         for unit in self.units:
             unit.end_pass()
-        for kind in ("gathered", "reducing"):
+        for kind in ("gathered", "gathering", "reducing", "secondary"):
             self.memory.set(kind, 0)  # an exception may have come between an allocation and its being counted
         self._new_step()
 

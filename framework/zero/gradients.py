@@ -127,6 +127,7 @@ class Gradients:
 
     def _make_room(self) -> None:
         """For gradients in `grad_full`. Sums of this step that were made in place are set aside: they must not be added up twice."""
+        self.finish_update()  # of a buffer that this step has not gathered: the update reads the gradients
         if self.grad_full is None:
             room = self.pool.acquire(self)
             self.grad_full, self._grad_views = room.grads, room.views
@@ -141,7 +142,6 @@ class Gradients:
         placement = self.policy.grads
         if placement is FULL and not last:
             return
-        self.finish_update()  # of a buffer that this step did not use: the update reads the gradients
         self._make_room()
         for index, slot in enumerate(self.layout.slots):
             if index not in self.written:

@@ -5,16 +5,18 @@ Its learning rate is 3 to 10 times smaller than AdamW's, its weight decay as man
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from framework.kernels.lion import lion_reference_
 from framework.kernels.shard import ShardRange
+from framework.zero.whole_step import WholeStep
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(WholeStep):
     """Decoupled weight decay, as in AdamW. Raises ValueError for settings out of range."""
 
     elementwise = True
@@ -28,20 +30,8 @@ class Lion(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                whole = ShardRange(start=0, stop=parameter.numel(), lr=group["lr"], weight_decay=group["weight_decay"])
-                flat = (tensor.view(-1) for tensor in (parameter, state["exp_avg"], parameter.grad))
-                lion_reference_(*flat, [whole], betas=group["betas"])
-        return loss
+    def update_whole(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        whole = ShardRange(start=0, stop=parameter.numel(), lr=group["lr"], weight_decay=group["weight_decay"])
+        lion_reference_(parameter.view(-1), state["exp_avg"].view(-1), grad.view(-1), [whole], betas=group["betas"])

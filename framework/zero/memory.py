@@ -21,7 +21,7 @@ from framework.zero.policy import FULL, GROUP, WORLD, Placement, Policy, offload
 @dataclass
 class MemoryMeter:
     """Current and peak bytes, in all and by kind (`params`, `grads`, `master`, `optimizer`, `gathered`, `gathering`, `reducing`,
-    `residual`, `staging`, `secondary`)."""
+    `residual`, `staging`, `secondary`; `exchange` in the steps of Muon and Adafactor; `activations` that were offloaded)."""
 
     current: int = 0
     peak: int = 0

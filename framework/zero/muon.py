@@ -9,7 +9,7 @@ happens on shards (`muon_step.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from framework.kernels.adamw import adamw_
 from framework.kernels.shard import adam_range
+from framework.zero.whole_step import WholeStep
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(WholeStep):
     """`lr` is that of every group; `adjust_lr` says how it depends on a matrix' shape (see `lr_of_shape`).
 
     Raises ValueError for settings out of range and for an orthogonal group with something that is no matrix.
@@ -55,26 +56,17 @@ class Muon(torch.optim.Optimizer):
             if group["orthogonal"] and (others := [tuple(p.shape) for p in group["params"] if p.dim() != 2]):
                 raise ValueError(f"Muon: got a parameter of shape {others[0]} in a group of matrices; put it in one with orthogonal=False")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter] = self.state[parameter] or new_state(group, parameter)
-                if group["orthogonal"]:
-                    momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                    direction = orthogonal(ahead(group, parameter.grad, momentum).bfloat16())
-                    parameter.copy_(moved(group, parameter.shape, parameter, direction))
-                else:
-                    state["step"] += 1
-                    flat = (tensor.reshape(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad))
-                    adamw_step(group, int(state["step"]), *flat)
-        return loss
+    def update_whole(self, group: dict[str, Any], state: dict[str, Any], parameter: Tensor, grad: Tensor) -> None:
+        if not state:
+            state.update(new_state(group, parameter))
+        if group["orthogonal"]:
+            momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+            direction = orthogonal(ahead(group, grad, momentum).bfloat16())
+            parameter.copy_(moved(group, parameter.shape, parameter, direction))
+        else:
+            state["step"] += 1
+            flat = (tensor.view(-1) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], grad))
+            adamw_step(group, int(state["step"]), *flat)
 
 
 def new_state(group: dict[str, Any], like: Tensor) -> dict[str, Tensor]:

@@ -295,6 +295,8 @@ def _past_the_cache(descriptor: int) -> int | None:
 
 
 def _allocate(descriptor: int, offset: int, nbytes: int) -> None:
+    if not nbytes:  # of a block whose parameters are all empty
+        return
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, offset, nbytes)
     else:

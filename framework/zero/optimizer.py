@@ -86,6 +86,8 @@ class ShardedOptimizer:
                 f"{type(optimizer).__name__} with these options updates fp32 master weights: take AdamW, Lion or SGD where "
                 "PrecisionConfig.master_weights is not 'full'"
             )
+        if type(optimizer) in EIGHT_BIT and any(buffer.master_dtype is torch.float64 for buffer in buffers):
+            raise ValueError(f"{type(optimizer).__name__} is for fp32 masters: in float64 use AdamW or Lion")
         if type(optimizer) in EIGHT_BIT and not any(buffer.state_on_disk for buffer in buffers):
             self._updates = HostUpdates(host, on_host, buffers[0].full.device, 0) if on_host else None
             self._flat = EightBitStep(optimizer, self._members(buffers, group_of), self._updates)

@@ -54,15 +54,17 @@ class PieceStep(ABC):
     def step(self, factor: Tensor, is_used: list[bool], offsets: Mapping[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor` what `is_used`, by offset of its buffer and index of its slot. Collective."""
         self._counted.clear()
-        used = {
-            buffer: [member for member in members if is_used[offsets[id(buffer)] + member.index]]
-            for buffer, members in self._members.items()
-        }
-        with torch.no_grad():
-            self._step({buffer: members for buffer, members in used.items() if members}, factor)
+        used: Members = {}
+        for buffer, members in self._members.items():
+            if some := [member for member in members if is_used[offsets[id(buffer)] + member.index]]:
+                used[buffer] = some
+        if used:
+            with torch.no_grad():
+                self._step(used, factor)
 
     @abstractmethod
-    def _step(self, used: Members, factor: Tensor) -> None: ...
+    def _step(self, used: Members, factor: Tensor) -> None:
+        """`used`: no buffer without members, and one at least."""
 
     def take_back_count(self) -> None:
         """The last step was skipped on the device."""

@@ -5,13 +5,32 @@ Each function raises an error that says what happened and what to write instead,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from framework.zero import norm
+from framework.zero.layout import INTEGERS
 from framework.zero.norm import NonFiniteError
+from framework.zero.unit import is_owned
 
 if TYPE_CHECKING:
     from framework.zero.engine import ZeroEngine
+
+
+def unfit_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Those of a module, by name, that no engine can have, or another one has."""
+    for name, parameter in parameters.items():
+        if not (parameter.is_floating_point() or parameter.dtype in INTEGERS):
+            raise TypeError(
+                f"{name} is of {parameter.dtype}; an engine's parameters are real floating-point or, frozen, integers: make it a buffer"
+            )
+        if is_owned(parameter):
+            raise ValueError(
+                f"{name} is in an engine already, which would take its gradients: build the model anew, or give this engine a deep copy "
+                "that was made inside `with engine.gathered():`"
+            )
 
 
 def moved_or_thawed(engine: ZeroEngine) -> None:
@@ -58,9 +77,10 @@ def not_finite(engine: ZeroEngine, sums: norm.GlobalSums) -> None:
     if not bool(sums.same_order):
         engine.reset()
         raise RuntimeError(f"step {number}: {norm.NOT_THE_SAME_ORDER}; nothing was updated")
-    if not float(sums.tokens):
+    if not (tokens := float(sums.tokens)) > 0:
         engine.reset()
-        raise ValueError(f"step {number}: no micro-batch of any rank had a trained token; nothing was updated")
+        why = f"the micro-batches of all ranks have {tokens:g} tokens" if tokens else "no micro-batch of any rank had a trained token"
+        raise ValueError(f"step {number}: {why}; nothing was updated")
     where = norm.where_not_finite(engine.trained, engine.world, engine.loss_sum)
     engine.reset()
     raise NonFiniteError(f"step {number}: {where}; parameters and optimizer are those of before this step")

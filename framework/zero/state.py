@@ -77,20 +77,26 @@ def state_dict(engine: ZeroEngine) -> dict[str, Any]:
 
 
 def load_state_dict(engine: ZeroEngine, state: dict[str, Any]) -> None:
-    """Take what `state_dict` gave, on every rank, under any stage and world size. Raises KeyError for missing or unexpected parameters."""
-    expected = {slot.name for buffer in engine.buffers for slot in buffer.layout.slots}
-    missing, unexpected = expected - state["model"].keys(), state["model"].keys() - expected
+    """Take what `state_dict` gave, on every rank, under any stage and world size.
+
+    Raises KeyError for missing or unexpected parameters and other shapes, ValueError for another number of groups, before anything changes.
+    """
+    shapes = {slot.name: slot.shape for buffer in engine.buffers for slot in buffer.layout.slots}
+    missing, unexpected = shapes.keys() - state["model"].keys(), state["model"].keys() - shapes.keys()
     if missing or unexpected:
         raise KeyError(f"state does not fit the model: missing {sorted(missing)[:5]}, unexpected {sorted(unexpected)[:5]}")
+    for name, shape in shapes.items():
+        if (got := state["model"][name].shape) != shape:
+            raise KeyError(f"{name}: got shape {tuple(got)}, expected {tuple(shape)}")
+    if engine.sharded_optimizer is not None and len(state["param_groups"]) != (groups := len(engine.optimizer.param_groups)):
+        raise ValueError(f"the optimizer has {groups} groups, those of another one were saved: {len(state['param_groups'])}")
     for buffer in engine.trained:
         buffer.forget_update()
     for buffer in engine.buffers:
         with buffer.rewriting() as target:
             for piece in buffer.pieces:
-                whole = state["model"][piece.slot.name]
-                if whole.shape != piece.slot.shape:
-                    raise KeyError(f"{piece.slot.name}: got shape {tuple(whole.shape)}, expected {tuple(piece.slot.shape)}")
-                target[piece.shard_start : piece.shard_stop].copy_(whole.reshape(-1)[piece.start : piece.stop])
+                whole = state["model"][piece.slot.name].reshape(-1)
+                target[piece.shard_start : piece.shard_stop].copy_(whole[piece.start : piece.stop])
         buffer.publish()
         buffer.scale_residuals(0)
 

@@ -24,9 +24,10 @@ and does not keep the parameters gathered in the next backward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 NOT_WHOLE = "no rank holds its whole parameters now"
-_MADE_BY, _WATCHED = "_zero_made_by", "_zero_watched"
+_MADE_BY, _WATCHED, _OWNED = "_zero_made_by", "_zero_watched", "_zero_owned"
 
 
 @dataclass(eq=False)
@@ -84,6 +85,11 @@ class _Hook:
         )
 
 
+def is_owned(parameter: nn.Parameter) -> bool:
+    """Whether a unit has it. The mark of one that was unpickled is that of another."""
+    return getattr(parameter, _OWNED, None) == id(parameter)
+
+
 def no_hook(*_: Any) -> None:
     """What the deep copy of a unit, an ordinary module, has in the place of the unit's hooks."""
 
@@ -99,6 +105,8 @@ class Unit:
         self._nodes = []
         self._hooks: list[Any] = []
         self.end_pass()
+        for parameter in self._parameters():
+            setattr(parameter, _OWNED, id(parameter))
         for buffer in self.trained:
             for index, parameter in enumerate(buffer.parameters):
                 self._nodes.append(torch_private.accumulate_node(parameter))
@@ -129,6 +137,11 @@ class Unit:
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._parameters():
+            delattr(parameter, _OWNED)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return chain.from_iterable(buffer.parameters for buffer in self.buffers)
 
     # -- parameters -----------------------------------------------------------------------------------------------------------
 
@@ -157,8 +170,8 @@ class Unit:
 
     @property
     def is_updating(self) -> bool:
-        """Whether the host's update of the last step has not been waited for."""
-        return any(buffer.updating is not None for buffer in self.buffers)
+        """Whether hosts may be updating it: the update of the last step has not been waited for."""
+        return any(buffer.may_be_updating for buffer in self.buffers)
 
     @property
     def gather_bytes(self) -> int:

@@ -18,6 +18,18 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 DATE = "2026-01-01T00:00:00.000Z"
 Files = Mapping[str, bytes]
+CARD = """---
+configs:
+- config_name: small
+  data_files:
+  - {split: train, path: data/train-00000*}
+- config_name: large
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: test, path: data/test-*}
+---
+"""
+"""README.md of a data set with two configurations, of which the larger one has two files, and a split for tests."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from framework.data.files import find_files
 from framework.data.hub import HubName, hub_files, hub_name
 from framework.data.prepare import prepare
 from framework.data.sources import peek
+from tests.data.hub_server import CARD
 from tests.data.templates import chat
 
 
@@ -23,17 +24,7 @@ def folder(tmp_path):
     data.mkdir(parents=True)
     for name, texts in (("train-00000-of-00002", ["one", "two"]), ("train-00001-of-00002", ["three"]), ("test-00000-of-00001", ["four"])):
         (data / f"{name}.jsonl").write_text("".join(json.dumps(chat(text, "hi")) + "\n" for text in texts))
-    (tmp_path / "set" / "README.md").write_text("""---
-configs:
-- config_name: small
-  data_files:
-  - {split: train, path: data/train-00000*}
-- config_name: large
-  data_files:
-  - {split: train, path: data/train-*}
-  - {split: test, path: data/test-*}
----
-""")
+    (tmp_path / "set" / "README.md").write_text(CARD)
     return tmp_path / "set"
 
 

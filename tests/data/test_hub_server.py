@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.data.hub_server import Hub, Repository, serving
+from tests.data.hub_server import CARD, Hub, Repository, serving
 from tests.data.templates import chat
 
 FIND = """
@@ -29,17 +29,6 @@ for name in sys.argv[2:]:
     except UserError as error:
         found = str(error)
     print(json.dumps([name, found]))
-"""
-CARD = """---
-configs:
-- config_name: small
-  data_files:
-  - {split: train, path: data/train-00000*}
-- config_name: large
-  data_files:
-  - {split: train, path: data/train-*}
-  - {split: test, path: data/test-*}
----
 """
 
 

@@ -89,3 +89,13 @@ def test_parts_are_rectangles_that_cover_a_piece(shape, start: int, stop: int) -
         rows = slice(part.rows.start - part.matrix * shape[-2], part.rows.stop - part.matrix * shape[-2])
         assert torch.equal(rectangle, beside[rows, part.columns])
     assert torch.equal(torch.cat([whole[start:stop][part.at] for part in found]), whole[start:stop])
+
+
+def test_a_step_that_uses_nothing_of_what_the_optimizer_has_changes_nothing() -> None:
+    model = zoo.make("BranchingRoot", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=torch.optim.Adafactor(model.side.parameters()))
+    before = dict(engine.full_tensors())
+    ids = torch.arange(8).view(2, 4)
+    engine.backward(engine.module(ids), zoo.count_tokens(ids))
+    assert float(engine.step().grad_norm) > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.full_tensors())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
 from tests.zero import zoo
@@ -16,20 +15,12 @@ def train_sharded(
     name: str, zero: ZeroConfig, compute_dtype: str = "float64", clip: float | None = CLIP, promise_last: bool = True
 ) -> dict:
     """The same global batches, dealt out to the ranks of the default group."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = zoo.make(name, torch.float64 if compute_dtype == "float64" else torch.float32)
     engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype=compute_dtype), optimizer=zoo.adamw(model), grad_clip=clip)
-    losses, norms = [], []
-    for micros in zoo.micro_batches(STEPS, MICROS):
-        mine = micros[rank::world_size]
-        for index, ids in enumerate(mine):
-            engine.backward(engine.module(ids), zoo.count_tokens(ids), last=index == len(mine) - 1 if promise_last else True)
-        stats = engine.step()
-        losses.append(float(stats.loss))
-        norms.append(float(stats.grad_norm))
+    trained = zoo.train(engine, zoo.micro_batches(STEPS, MICROS), zoo.promised if promise_last else lambda *_: True)
     whole = {name: tensor for name, tensor in engine.full_tensors() if tensor is not None}
     assert engine.memory.by_kind.get("gathered", 0) == 0
-    return {"loss": losses, "norm": norms, "model": whole}
+    return {**trained, "model": whole}
 
 
 def assert_equal(sharded: list[dict], plain: dict, tolerance: float) -> None:

@@ -6,16 +6,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from framework.checkpoint.load import Checkpoint, load_optimizer
 from framework.checkpoint.save import save
 from framework.zero import OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
-from framework.zero.memory import state_bytes
-from framework.zero.policy import policy_of
 from tests.zero import zoo
-from tests.zero.test_memory import Block, Model
+from tests.zero.test_memory import Block, Model, planned
 
 IN_FP32 = ["norm", "head"]
 
@@ -150,16 +147,14 @@ class Normed(Model):
 
 def measure(precision: PrecisionConfig, stage: int, offload: OffloadConfig) -> dict:
     torch.manual_seed(0)
-    model, zero = Normed(), ZeroConfig(stage=stage)
+    model = Normed()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = ZeroEngine(model, zero, precision, offload, optimizer=optimizer)
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, offload, optimizer=optimizer)
     for _ in range(2):
         engine.backward(engine.module(torch.arange(12).view(3, 4)).float(), 12)
         engine.step()
     engine.flush()
-    options = {"compute_itemsize": 2, "prefetch_bytes": zero.prefetch_bytes, "messages": True, "offload": offload}
-    formula = state_bytes(engine.layouts, policy_of(zero), dist.get_world_size(), rank=dist.get_rank(), **options)
-    return {"peak": engine.memory.peak, "host": engine.host_memory.current, "formula": formula}
+    return {"peak": engine.memory.peak, "host": engine.host_memory.current, "formula": planned(engine)}
 
 
 @pytest.mark.parametrize("pattern", ["norm", "up"])

@@ -45,25 +45,17 @@ SHAPES = {
 
 def train(names: list[str], zero: ZeroConfig, dtype: str, offload: OffloadConfig | None = None, lasts: str = "promised") -> list[dict]:
     """Each model on the same global batches, dealt out to the ranks. `lasts`: which micro-batches are said to be the last one."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    is_last = {"promised": zoo.promised, "all": lambda *_: True, "none": lambda *_: False, "first": lambda index, _: index == 0}[lasts]
     results = []
     for name in names:
         model = zoo.make(name, torch.float64 if dtype == "float64" else torch.float32)
         precision = PrecisionConfig(compute_dtype=dtype)
         engine = ZeroEngine(model, zero, precision, offload, optimizer=zoo.adamw(model), grad_clip=CLIP)
-        losses, norms = [], []
-        for micros in zoo.micro_batches(STEPS, MICROS):
-            mine = micros[rank::world_size]
-            for index, ids in enumerate(mine):
-                last = {"promised": index == len(mine) - 1, "all": True, "none": False, "first": index == 0}[lasts]
-                engine.backward(engine.module(ids), zoo.count_tokens(ids), last=last)
-            stats = engine.step()
-            losses.append(float(stats.loss))
-            norms.append(float(stats.grad_norm))
+        trained = zoo.train(engine, zoo.micro_batches(STEPS, MICROS), is_last)
         whole = {name: tensor for name, tensor in engine.full_tensors() if tensor is not None}
         for kind in ("gathered", "secondary"):
             assert engine.memory.by_kind.get(kind, 0) == 0
-        results.append({"loss": losses, "norm": norms, "model": whole})
+        results.append({**trained, "model": whole})
     return results
 
 

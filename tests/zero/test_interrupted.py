@@ -172,3 +172,22 @@ def _interrupt(*_: object, **__: object) -> None:
 def test_ctrl_c_between_messages_loses_none_or_refuses_to_go_on(ranks) -> None:
     for first, second in ranks(2, waits_and_sends_that_are_interrupted):
         assert first == [0.0, 1.0] and second == [10.0, 11.0]
+
+
+def by_hand(engine: ZeroEngine) -> None:
+    with engine.manual():
+        for ids in MICROS:
+            engine.backward(engine.module(ids), zoo.count_tokens(ids))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ctrl_c_in_any_of_the_first_lines_of_a_manual_step_leaves_no_trace(stage: int) -> None:
+    expected = [step(engine) for engine in [make(stage)] for _ in range(2)]
+    engine = make(stage)
+    step(engine)
+    for at in range(1, 121):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(lambda: by_hand(engine), at)
+        engine.reset()
+        assert engine.by_hand is None and not any(unit.keepers for unit in engine.units), f"line {at}"
+    assert step(engine) == expected[1]

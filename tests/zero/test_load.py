@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
+from framework.zero.norm import Verdict
 from tests.zero import zoo
 
 
@@ -185,3 +186,38 @@ def test_state_moves_between_stages_and_world_sizes(ranks, before: tuple[int, in
     saved = ranks(before[0], resumed, before[1], after[1], None)[0][1]
     losses, _ = ranks(after[0], resumed, before[1], after[1], saved)[0]
     assert losses == pytest.approx(plain["loss"][2:], rel=1e-10)
+
+
+def loads_what_does_not_fit() -> list[str]:
+    """On every rank, also those that have nothing of what does not fit."""
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=3), optimizer=zoo.adamw(model))
+    before, said = whole(engine), []
+    weights = {slot.name: torch.zeros(slot.shape) for buffer in engine.buffers for slot in buffer.layout.slots}
+    state = {"model": weights, "optimizer": {}, "param_groups": [{}, {}], "step": 7}
+    for changed in ({"model": weights | {"blocks.2.down.bias": torch.zeros(5)}}, {"param_groups": [{}]}):
+        with pytest.raises((KeyError, ValueError)) as refused:
+            engine.load_state_dict(state | changed)
+        said.append(str(refused.value))
+    assert engine.steps_done == 0 and all(torch.equal(tensor, before[name]) for name, tensor in whole(engine).items())
+    return said
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_changes(ranks) -> None:
+    for shape, groups in ranks(2, loads_what_does_not_fit):
+        assert "blocks.2.down.bias: got shape (5,), expected (12,)" in shape
+        assert "has 2 groups" in groups
+
+
+@pytest.mark.parametrize("fatal", [True, False])
+def test_loading_forgets_a_bad_step_that_was_not_reported_yet(fatal: bool) -> None:
+    """As on CUDA, where the device alone knows of it until the next step."""
+    model = zoo.make("Plain", torch.float32)
+    engine = ZeroEngine(model, ZeroConfig(stage=1), optimizer=zoo.adamw(model))
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    engine.backward(engine.module(ids), zoo.count_tokens(ids))
+    engine.step()
+    saved = engine.state_dict()
+    engine._verdict = Verdict(torch.tensor(False), torch.tensor(fatal))
+    engine.load_state_dict(saved)
+    assert engine.state_dict()["optimizer"]["embed.weight"]["step"] == 1

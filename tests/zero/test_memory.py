@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from framework.zero import PrecisionConfig, ZeroConfig, ZeroEngine
-from framework.zero.memory import state_bytes
-from framework.zero.policy import policy_of
+from framework.zero.memory import StateBytes, state_bytes
 
 WIDTH = 64
 
@@ -47,6 +46,23 @@ def live_tensor_bytes() -> int:
     return sum(storages.values())
 
 
+def planned(engine: ZeroEngine, **more: Any) -> StateBytes:
+    """What the formula says of this rank; `more`: what an engine does not know."""
+    return state_bytes(
+        engine.layouts,
+        engine.policy,
+        engine.world.size,
+        rank=engine.world.rank,
+        compute_itemsize=engine.compute_dtype.itemsize,
+        master_weights=engine._precision.master_weights,
+        prefetch_bytes=engine.zero.prefetch_bytes,
+        messages=True,
+        offload=engine._host.config,
+        compression=engine.zero,
+        **more,
+    )
+
+
 def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Model, micro_batches: int = 1) -> dict:
     torch.manual_seed(0)
     model = kind()
@@ -56,17 +72,7 @@ def train(zero: ZeroConfig, precision: PrecisionConfig, kind: type[Model] = Mode
         for number in range(micro_batches):
             engine.backward(engine.module(torch.arange(12).view(3, 4)), 12, last=number == micro_batches - 1)
         engine.step()
-    formula = state_bytes(
-        engine.layouts,
-        policy_of(zero),
-        dist.get_world_size(),
-        rank=dist.get_rank(),
-        compute_itemsize=engine.compute_dtype.itemsize,
-        prefetch_bytes=zero.prefetch_bytes,
-        micro_batches=micro_batches,
-        messages=True,
-        compression=zero,
-    )
+    formula = planned(engine, micro_batches=micro_batches)
     return {"peak": engine.memory.peak, "formula": formula, "current": engine.memory.current, "live": live_tensor_bytes() - before}
 
 
@@ -149,8 +155,7 @@ def most_reducing(stage: int) -> tuple[int, int, list[float]]:
     for _ in range(3):
         engine.backward(model(torch.arange(12).view(3, 4)), 12)
         norms.append(float(engine.step().grad_norm))
-    formula = state_bytes(engine.layouts, engine.policy, dist.get_world_size(), rank=dist.get_rank(), compute_itemsize=4, messages=True)
-    return engine.memory.peak, formula.total, norms
+    return engine.memory.peak, planned(engine).total, norms
 
 
 def test_blocks_of_many_sizes_share_the_room_for_gradients(ranks) -> None:

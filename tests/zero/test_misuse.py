@@ -246,3 +246,24 @@ def test_a_module_whose_parameters_are_not_whole_is_not_copied() -> None:
         with pytest.raises(RuntimeError, match=f"copy.deepcopy of {name}: no rank holds its whole parameters"):
             copy.deepcopy(module)
     assert copy.deepcopy(make("Plain", 0)[0])(IDS).isfinite()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_engine_over_a_model_is_refused_and_one_over_its_copy_is_not(stage: int) -> None:
+    """It would get no gradients: the first one takes them."""
+    model, engine = make("Plain", stage)
+    for module in (model, model.head, nn.ModuleList([model])):
+        with pytest.raises(ValueError, match="is in an engine already"):
+            ZeroEngine(module, ZeroConfig(stage=stage), optimizer=torch.optim.AdamW(module.parameters()))
+    with engine.gathered():
+        copied = copy.deepcopy(model)
+    of_copy = ZeroEngine(copied, ZeroConfig(stage=stage), optimizer=zoo.adamw(copied))
+    assert [step(of_copy), step(of_copy)] == [step(engine), step(engine)]
+
+
+@pytest.mark.parametrize("tokens", [-3, float("nan")])
+def test_tokens_that_cannot_be_counted_are_named(tokens: float) -> None:
+    model, engine = make("Plain", 1)
+    engine.backward(model(torch.arange(8).view(2, 4)), tokens)
+    with pytest.raises(ValueError, match=f"step 1: the micro-batches of all ranks have {tokens:g} tokens; nothing was updated"):
+        engine.step()

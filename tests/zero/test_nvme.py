@@ -161,3 +161,10 @@ def test_the_file_is_gone_with_its_store(tmp_path) -> None:
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+
+def test_nothing_takes_no_room(store: Store) -> None:
+    extent = store.reserve("empty", 0, torch.float32)
+    extent.write(torch.empty(0)).wait()
+    extent.read(torch.empty(0)).wait()
+    assert store.nbytes == 0

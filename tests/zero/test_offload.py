@@ -6,16 +6,14 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from framework.kernels import library
 from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero import flat_optimizer as flat
-from framework.zero.memory import state_bytes
-from framework.zero.policy import offloaded, policy_of
+from framework.zero.policy import offloaded
 from tests.zero import zoo
 from tests.zero.test_exactness import CLIP, MICROS, STEPS, assert_equal
-from tests.zero.test_memory import Model
+from tests.zero.test_memory import Model, planned
 
 OPTIMIZER, ALL, HALF = (
     OffloadConfig(optimizer="cpu"),
@@ -27,19 +25,11 @@ needs_kernels = pytest.mark.skipif(library.missing("cpu") is not None, reason=f"
 
 
 def train(name: str, stage: int, offload: OffloadConfig, dtype: str) -> dict:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = zoo.make(name, torch.float64 if dtype == "float64" else torch.float32)
     precision = PrecisionConfig(compute_dtype=dtype)
     engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, offload, optimizer=zoo.adamw(model), grad_clip=CLIP)
-    losses, norms = [], []
-    for micros in zoo.micro_batches(STEPS, MICROS):
-        mine = micros[rank::world_size]
-        for index, ids in enumerate(mine):
-            engine.backward(engine.module(ids), zoo.count_tokens(ids), last=index == len(mine) - 1)
-        stats = engine.step()
-        losses.append(float(stats.loss))
-        norms.append(float(stats.grad_norm))
-    return {"loss": losses, "norm": norms, "model": {name: tensor for name, tensor in engine.full_tensors() if tensor is not None}}
+    trained = zoo.train(engine, zoo.micro_batches(STEPS, MICROS))
+    return {**trained, "model": {name: tensor for name, tensor in engine.full_tensors() if tensor is not None}}
 
 
 @pytest.mark.parametrize(("stage", "offload"), PLACES, ids=str)
@@ -63,24 +53,14 @@ def test_offloading_changes_no_bit(ranks, stage: int, offload: OffloadConfig, dt
 
 def measure(stage: int, offload: OffloadConfig, dtype: str) -> dict:
     torch.manual_seed(0)
-    model, zero = Model(), ZeroConfig(stage=stage)
+    model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype=dtype), offload, optimizer=optimizer)
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), PrecisionConfig(compute_dtype=dtype), offload, optimizer=optimizer)
     for _ in range(3):
         engine.backward(engine.module(torch.arange(12).view(3, 4)), 12)
         engine.step()
     engine.flush()
-    formula = state_bytes(
-        engine.layouts,
-        policy_of(zero),
-        dist.get_world_size(),
-        rank=dist.get_rank(),
-        compute_itemsize=engine.compute_dtype.itemsize,
-        prefetch_bytes=zero.prefetch_bytes,
-        messages=True,
-        offload=offload,
-    )
-    return {"peak": engine.memory.peak, "host": engine.host_memory.current, "formula": formula}
+    return {"peak": engine.memory.peak, "host": engine.host_memory.current, "formula": planned(engine)}
 
 
 @needs_kernels
@@ -176,3 +156,71 @@ def test_what_is_loaded_right_after_a_step_is_not_changed_by_its_update() -> Non
     engine.load_state_dict(saved)
     engine.flush()
     assert all(torch.equal(tensor, saved["model"][name]) for name, tensor in engine.full_tensors())
+
+
+@needs_kernels
+def test_gradients_assigned_by_hand_wait_for_the_update_that_reads_the_last_ones(monkeypatch) -> None:
+    """At stage 0 they lie in the same place. The kernel is held up for the root, so that the last block's gradients are not read yet."""
+    ends, kernel = [], flat.adamw_
+    for held in (False, True):
+        model = zoo.make("Plain", torch.float32)
+        engine = ZeroEngine(model, ZeroConfig(stage=0), offload=OPTIMIZER, optimizer=zoo.adamw(model))
+        go_on = threading.Event()
+
+        def slow(*args, go_on=go_on, **kwargs):
+            assert go_on.wait(20)
+            kernel(*args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(flat, "adamw_", slow if held else kernel)
+            (ids,) = zoo.micro_batches(1, 1)[0]
+            engine.backward(engine.module(ids), zoo.count_tokens(ids))
+            engine.step()
+            threading.Timer(0.2, go_on.set).start()
+            with engine.manual() as manual:
+                parameter = model.blocks[2].down.weight
+                parameter.grad = torch.full(parameter.shape, 7.0)
+                manual.collect()
+                engine.count(torch.tensor(1.0), 1)
+            engine.step()
+            ends.append(dict(engine.full_tensors()))
+    assert all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items())
+
+
+class OneMatrix(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(zoo.WIDTH, zoo.WIDTH) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.weight
+
+
+class Reordered(zoo.Plain):
+    """Blocks in the order of `order`, which may be another one in each pass; each so small that all of it is rank 0's."""
+
+    block, order = OneMatrix, (0, 1, 2)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def gathers_of_a_changed_order() -> tuple[list[int], list[int]]:
+    """(tags in the order of gathers, elements of the blocks on this rank)."""
+    torch.manual_seed(1)
+    model = Reordered()
+    engine = ZeroEngine(model, ZeroConfig(stage=3), offload=OPTIMIZER, optimizer=zoo.adamw(model))
+    tags, send = [], engine.world.all_gather
+    engine.world.all_gather = lambda out, shard, tag: tags.append(tag) or send(out, shard, tag)
+    for model.order in ((0, 1, 2), (0, 1, 2), (2, 0, 1)):
+        ids = torch.arange(8).view(2, 4)
+        engine.backward(engine.module(ids), zoo.count_tokens(ids))
+        engine.step()
+    return tags, [sum(piece.numel for piece in buffer.pieces) for buffer in engine.buffers if buffer.layout.unit]
+
+
+def test_ranks_without_a_piece_of_a_block_gather_in_the_order_of_the_others(ranks) -> None:
+    (first, _), (second, held) = ranks(2, gathers_of_a_changed_order)
+    assert held == [0, 0, 0] and second == first

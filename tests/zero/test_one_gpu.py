@@ -97,12 +97,6 @@ def train(
     precision = PrecisionConfig(compute_dtype=dtype, **options)
     engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, offload, optimizer=zoo.adamw(model), grad_clip=CLIP)
     assert engine.device.type == device.type and engine.sharded_optimizer.writes_shards == (dtype != "float64")
-    losses, norms = [], []
-    for micros in zoo.micro_batches(STEPS, MICROS):
-        for index, ids in enumerate(micros):
-            engine.backward(engine.module(ids.to(device)), zoo.count_tokens(ids), last=index == len(micros) - 1)
-        stats = engine.step()
-        losses.append(float(stats.loss))
-        norms.append(float(stats.grad_norm))
+    trained = zoo.train(engine, zoo.micro_batches(STEPS, MICROS))
     whole = {name: tensor.cpu() for name, tensor in engine.full_tensors() if tensor is not None}
-    return {"loss": losses, "norm": norms, "model": whole}
+    return {**trained, "model": whole}

@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from framework.checkpoint.load import Checkpoint, load_optimizer
 from framework.checkpoint.save import save
 from framework.kernels import library
 from framework.zero import OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine
 from framework.zero.lion import Lion
-from framework.zero.memory import state_bytes
-from framework.zero.policy import policy_of
 from tests.zero import zoo
-from tests.zero.test_memory import Model
+from tests.zero.test_memory import Model, planned
 
 FULL, REMAINDER, NONE = (PrecisionConfig(compute_dtype="bfloat16", master_weights=kind) for kind in ("full", "remainder", "none"))
 IN_HOST_MEMORY = {
@@ -45,16 +42,7 @@ def make(precision: PrecisionConfig, stage: int, offload: str = "device", optimi
 
 
 def train(engine: ZeroEngine, steps: slice = slice(0, 4)) -> dict:
-    rank, world_size = engine.world.rank, engine.world.size
-    losses, norms = [], []
-    for micros in zoo.micro_batches(6, 4)[steps]:
-        mine = micros[rank::world_size]
-        for index, ids in enumerate(mine):
-            engine.backward(engine.module(ids), zoo.count_tokens(ids), last=index == len(mine) - 1)
-        stats = engine.step()
-        losses.append(float(stats.loss))
-        norms.append(float(stats.grad_norm))
-    return {"loss": losses, "norm": norms, **engine.state_dict()}
+    return {**zoo.train(engine, zoo.micro_batches(6, 4)[steps]), **engine.state_dict()}
 
 
 def make_and_train(*place) -> dict:
@@ -179,27 +167,16 @@ def test_optimizer_state_that_passes_through_torchs_state_dict_stays_fp32() -> N
 # ---- bytes
 def measure(precision: PrecisionConfig, stage: int, offload: str) -> dict:
     torch.manual_seed(0)
-    model, zero = Model(), ZeroConfig(stage=stage)
+    model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine = ZeroEngine(model, zero, precision, IN_HOST_MEMORY[offload], optimizer=optimizer)
+    engine = ZeroEngine(model, ZeroConfig(stage=stage), precision, IN_HOST_MEMORY[offload], optimizer=optimizer)
     for _ in range(2):
         engine.backward(engine.module(torch.arange(12).view(3, 4)), 12)
         engine.step()
     engine.flush()
-    formula = state_bytes(
-        engine.layouts,
-        policy_of(zero),
-        dist.get_world_size(),
-        rank=dist.get_rank(),
-        compute_itemsize=2,
-        master_weights=precision.master_weights,
-        prefetch_bytes=zero.prefetch_bytes,
-        messages=True,
-        offload=IN_HOST_MEMORY[offload],
-    )
     kept = sum(engine.memory.by_kind.get(k, 0) + engine.host_memory.by_kind.get(k, 0) for k in ("params", "master", "optimizer"))
     parameters = sum(buffer.shard_numel for buffer in engine.buffers)
-    return {"peak": engine.memory.peak, "host": engine.host_memory.current, "formula": formula, "per_parameter": kept / parameters}
+    return {"peak": engine.memory.peak, "host": engine.host_memory.current, "formula": planned(engine), "per_parameter": kept / parameters}
 
 
 @needs_kernels

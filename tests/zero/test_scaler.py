@@ -111,3 +111,13 @@ def test_the_state_of_the_scale_is_saved_with_the_rest() -> None:
     other.load_state_dict(one.state_dict())
     assert float(step(one).loss_scale) == float(step(other).loss_scale) == 64.0
     assert float(step(one).loss_scale) == float(step(other).loss_scale) == 128.0
+
+
+def test_a_step_without_a_trained_token_is_no_overflow() -> None:
+    engine = make(2)
+    (ids,) = zoo.micro_batches(1, 1)[0]
+    engine.backward(engine.module(ids).float() * 0, 0)
+    before = engine.scaler.state_dict()
+    with pytest.raises(ValueError, match="no micro-batch of any rank had a trained token; nothing was updated"):
+        engine.step()
+    assert engine.scaler.state_dict() == before

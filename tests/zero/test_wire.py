@@ -92,23 +92,15 @@ def train_emulated(name: str, zero: ZeroConfig, world_size: int, dtype: torch.dt
 
 # ---- the engine
 def train_sharded(name: str, zero: ZeroConfig, compute_dtype: str = "float32") -> dict:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = zoo.make(name, torch.float32)
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=LR)
     engine = ZeroEngine(model, zero, PrecisionConfig(compute_dtype=compute_dtype), optimizer=optimizer, grad_clip=CLIP)
-    losses, norms = [], []
-    for micros in zoo.micro_batches(STEPS, MICROS):
-        mine = micros[rank::world_size]
-        for index, ids in enumerate(mine):
-            engine.backward(engine.module(ids), zoo.count_tokens(ids), last=index == len(mine) - 1)
-        stats = engine.step()
-        losses.append(float(stats.loss))
-        norms.append(float(stats.grad_norm))
+    trained = zoo.train(engine, zoo.micro_batches(STEPS, MICROS))
     whole = {name: tensor for name, tensor in engine.full_tensors() if tensor is not None}
     with engine.gathered():
         seen = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
     assert engine.memory.by_kind.get("gathered", 0) == engine.memory.by_kind.get("gathering", 0) == 0
-    return {"loss": losses, "norm": norms, "model": whole, "seen": seen}
+    return {**trained, "model": whole, "seen": seen}
 
 
 def share_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

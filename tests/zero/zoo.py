@@ -1,13 +1,18 @@
-"""Small models, each with one thing that sharding engines get wrong, and the plain training loop that says what is right.
+"""Small models, each with one thing that sharding engines get wrong, the loop that trains them on an engine, and the plain one that says
+what is right.
 
 Every model maps token ids [B, T] to a summed squared error; `tokens` are counted by the caller. Sizes are odd on purpose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from framework.zero import ZeroEngine
 
 VOCABULARY, WIDTH, BLOCKS = 31, 12, 3
 
@@ -297,6 +302,24 @@ def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
     others = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": lr / 2}], lr=lr, weight_decay=0.1)
+
+
+def promised(index: int, micro_batches: int) -> bool:
+    """What is so of the last of a step's micro-batches."""
+    return index == micro_batches - 1
+
+
+def train(engine: ZeroEngine, steps: list[list[torch.Tensor]], is_last: Callable[[int, int], bool] = promised) -> dict:
+    """Global batches, dealt out to the ranks. `is_last`: what is said of micro-batch `index` of so many."""
+    losses, norms = [], []
+    for micros in steps:
+        mine = micros[engine.world.rank :: engine.world.size]
+        for index, ids in enumerate(mine):
+            engine.backward(engine.module(ids.to(engine.device)), count_tokens(ids), last=is_last(index, len(mine)))
+        stats = engine.step()
+        losses.append(float(stats.loss))
+        norms.append(float(stats.grad_norm))
+    return {"loss": losses, "norm": norms}
 
 
 def train_plain(name: str, steps: list[list[torch.Tensor]], clip: float | None, dtype: torch.dtype = torch.float64) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,13 @@ from framework.models.documents import attention_way, require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import EMBEDDING, choose_trained, settings_of, trained_shapes
 from framework.zero import adafactor_step, muon_step
+from framework.zero.flat_optimizer import runs_on_buffers
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
 from framework.zero.grid import keep_gathered, place_of
-from framework.zero.layout import Layout, Piece, Slot, UnitLayout, plan_units, with_gap
+from framework.zero.layout import Layout, Slot, UnitLayout, plan_units, with_gap
 from framework.zero.memory import StateBytes, disk_traffic, state_bytes
-from framework.zero.optimizer_by_name import state_values
-from framework.zero.optimizer_bytes import state_bytes_of
+from framework.zero.optimizer_by_name import class_of, state_values
+from framework.zero.optimizer_bytes import StateBytesOf, state_bytes_of
 from framework.zero.policy import FULL, group_size, offloaded, policy_of
 from framework.zero.traffic import bytes_sent
 
@@ -146,6 +147,24 @@ class Plan:
         return replace(zero, stage=stage, gather_compression=gathers, reduce_compression="none", error_feedback=False)
 
     @property
+    def micro_batch_shape(self) -> tuple[int, int]:
+        """(rows, tokens) of the largest that there can be."""
+        tokens = self.recipe.data.max_tokens if self.recipe.data.packing else self.train.longest
+        return min(self.batch.micro_batch_size, self.train.samples), tokens
+
+    @property
+    def micro_batches_vary(self) -> bool:
+        """Whether there may be none of that shape on some rank."""
+        tokens = self.micro_batch_shape[1]
+        return self.train.tokens < self.train.samples * tokens or self.train.samples < self.batch.global_batch_size
+
+    @property
+    def activation_host_bytes(self) -> int:
+        """What the recomputed blocks of a micro-batch of that shape keep in host memory."""
+        offloads = self.activations is not None and self.recipe.model.activation_offload
+        return self.activations.on_host(self.recomputed) if offloads else 0
+
+    @property
     def whole_units(self) -> list[str]:
         """Names of the units whose parameters are never released; the root's is empty."""
         usual = policy_of(self.recipe.zero)
@@ -196,10 +215,24 @@ class Plan:
         return self._checkpoint_bytes([layout for layout, lies in zip(self._trained, on_disk, strict=True) if not lies])
 
     @cached_property
-    def optimizer_bytes_of(self) -> Callable[[Piece], int]:
-        """Bytes of optimizer state, by piece of a parameter."""
+    def optimizer_bytes_of(self) -> StateBytesOf:
+        """Bytes of optimizer state, by what a rank has of a layout."""
         orthogonal = {slot.name for _, slot in self.orthogonal}
-        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, orthogonal.__contains__)
+        options = {"on_buffers": self._updates_buffers}
+        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, orthogonal.__contains__, **options)
+
+    @property
+    def _updates_buffers(self) -> bool:
+        """Whether our kernels update whole buffers on this machine."""
+        precision, master_dtype = self.recipe.precision, torch.float64 if self.compute_dtype is torch.float64 else torch.float32
+        on_host = offloaded(self.recipe.offload, [layout.numel for layout in self._trained])
+        held = {
+            ("cpu" if lies else self.device_type, master_dtype, torch.float32 if layout.fp32 else self.compute_dtype)
+            for layout, lies in zip(self._trained, on_host, strict=True)
+        }
+        on_disk = self.recipe.offload.optimizer == "nvme" and any(on_host)
+        without_master = precision.master_weights != "full" and any(not layout.fp32 for layout in self._trained)
+        return runs_on_buffers(class_of(self.recipe.optimizer), held, on_disk=on_disk, without_master=without_master)
 
     @cached_property
     def orthogonal(self) -> list[tuple[Layout, Slot]]:
@@ -232,7 +265,7 @@ class Plan:
                 start = extents.shard.start + extents.owned.start
                 stop = max(min(extents.shard.start + extents.owned.stop, layout.total), start)
                 nbytes += self._master_itemsize * (stop - start)
-                nbytes += sum(self.optimizer_bytes_of(with_gap(piece)) for piece in layout.pieces(start, stop))
+                nbytes += sum(self.optimizer_bytes_of([with_gap(piece)]) for piece in layout.pieces(start, stop))
             return nbytes
 
         return max(map(written, range(self.batch.world_size)))
@@ -293,8 +326,7 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     )
     if not recipe.model.activation_checkpointing and recipe.model.activation_budget_bytes is None:
         return made
-    tokens = recipe.data.max_tokens if recipe.data.packing else train.longest
-    rows = min(batch.micro_batch_size, train.samples)
+    rows, tokens = made.micro_batch_shape
     dtype, device_type = made.compute_dtype, made.device_type
     way = attention_way(device_type, dtype, head_dim(architecture), compiled=recipe.model.compile) if recipe.data.packing else None
     activations = activation_bytes(model, rows, tokens, dtype, device_type, way)

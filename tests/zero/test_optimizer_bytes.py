@@ -65,7 +65,7 @@ def measured(config: OptimizerConfig, stage: int) -> dict:
         dist.get_world_size(),
         rank=dist.get_rank(),
         compute_itemsize=2,
-        optimizer_of=state_bytes_of(config, 4, is_orthogonal),
+        optimizer_of=state_bytes_of(config, 4, is_orthogonal, on_buffers=False),
         step_bytes=step_bytes,
         messages=True,
     )
@@ -83,7 +83,7 @@ def measured(config: OptimizerConfig, stage: int) -> dict:
 def test_the_formula_is_what_the_meter_counts_and_what_is_there(ranks, name: str, stage: int, world: int) -> None:
     for found in ranks(world, measured, CONFIGS[name], stage):
         for kind, (measured_bytes, expected) in found.items():
-            assert measured_bytes == pytest.approx(expected, rel=0.02, abs=64), kind
+            assert measured_bytes == (pytest.approx(expected, rel=0.02) if kind == "current" else expected), kind
 
 
 # ---- who gets which matrix

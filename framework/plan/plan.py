@@ -22,8 +22,8 @@ from framework.models.selection import EMBEDDING, choose_trained, settings_of, t
 from framework.zero import adafactor_step, muon_step
 from framework.zero.flat_optimizer import runs_on_buffers
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
-from framework.zero.grid import keep_gathered, place_of
-from framework.zero.layout import Layout, Slot, UnitLayout, plan_units, with_gap
+from framework.zero.grid import Grid, keep_gathered, place_of
+from framework.zero.layout import Layout, UnitLayout, plan_units, with_gap
 from framework.zero.memory import StateBytes, disk_traffic, state_bytes
 from framework.zero.optimizer_by_name import class_of, state_values
 from framework.zero.optimizer_bytes import StateBytesOf, state_bytes_of
@@ -124,9 +124,9 @@ class Plan:
             **self._itemsizes,
         )
 
-    def bytes_sent(self, stage: int) -> int:
-        """What a rank sends in a step at `stage`."""
-        return self.step_bytes(stage)[1] + bytes_sent(
+    def bytes_sent(self, stage: int, rank: int = 0) -> int:
+        """What a rank sends in a step at `stage`; only with Muon not all send the same."""
+        return self.step_bytes(stage, rank)[1] + bytes_sent(
             self.units_of_stage[stage],
             policy_of(self.recipe.zero, stage),
             self.batch.world_size,
@@ -217,9 +217,8 @@ class Plan:
     @cached_property
     def optimizer_bytes_of(self) -> StateBytesOf:
         """Bytes of optimizer state, by what a rank has of a layout."""
-        orthogonal = {slot.name for _, slot in self.orthogonal}
         options = {"on_buffers": self._updates_buffers}
-        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, orthogonal.__contains__, **options)
+        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, self.orthogonal.__contains__, **options)
 
     @property
     def _updates_buffers(self) -> bool:
@@ -235,25 +234,29 @@ class Plan:
         return runs_on_buffers(class_of(self.recipe.optimizer), held, on_disk=on_disk, without_master=without_master)
 
     @cached_property
-    def orthogonal(self) -> list[tuple[Layout, Slot]]:
+    def orthogonal(self) -> set[str]:
         """Matrices whose steps Muon makes orthogonal."""
         recipe = self.recipe
         if recipe.optimizer.name != "muon":
-            return []
+            return set()
         settings = settings_of(trained_shapes(self.architecture, recipe.model, recipe.peft), self.architecture, recipe.optimizer)
-        return [(layout, slot) for layout in self._trained for slot in layout.slots if settings[slot.name].orthogonal]
+        return {name for name, each in settings.items() if each.orthogonal}
 
     def step_bytes(self, stage: int, rank: int = 0) -> tuple[int, int]:
         """(memory, sent) of an optimizer's step at `stage` that ranks make together."""
-        shards = 1 if policy_of(self.recipe.zero, stage).optimizer is FULL else self._group_size
+        trained, usual = _trained(self.units_of_stage[stage]), policy_of(self.recipe.zero, stage)
+
+        def grid_of(layout: Layout) -> Grid:
+            return place_of(layout, usual, self.batch.world_size, self._group_size, rank).grid
+
         if self.recipe.optimizer.name == "adafactor":
-            nbytes = adafactor_step.step_bytes(slot for layout in self._trained for slot in layout.slots)
-            return nbytes, 2 * (shards - 1) * nbytes // shards
-        return muon_step.step_bytes(self.orthogonal, shards, rank % shards)
+            return adafactor_step.step_bytes(trained, grid_of)
+        matrices = [(layout, slot) for layout in trained for slot in layout.slots if slot.name in self.orthogonal]
+        return muon_step.step_bytes(matrices, grid_of)
 
     @property
     def _trained(self) -> list[Layout]:
-        return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
+        return _trained(self.units)
 
     def _checkpoint_bytes(self, layouts: Sequence[Layout]) -> int:
         policy = policy_of(self.recipe.zero)
@@ -275,6 +278,10 @@ class Plan:
         """A hash of what all ranks must agree on: settings, architecture, data and arithmetic."""
         agreed = (self.recipe, self.architecture, self.batch, self.steps, self.train, self.validation)
         return hashlib.sha256(repr(agreed).encode()).hexdigest()
+
+
+def _trained(units: Sequence[UnitLayout]) -> list[Layout]:
+    return [layout for unit in units for layout in unit.layouts if layout.requires_grad]
 
 
 def check_data(recipe: RecipeConfig, architecture: LlamaConfig, data: Sequence[DataFacts]) -> None:

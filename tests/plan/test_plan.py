@@ -68,13 +68,13 @@ def test_stage_0_on_one_rank_holds_parameters_gradients_masters_and_two_moments(
     assert made.state_bytes(0).total == pytest.approx(bytes_per_parameter * made.parameters, rel=0.04)  # alignment
 
 
-def measured(made: Plan, rows: int = 1, tokens: int = 8) -> ZeroEngine:
-    """An engine on one rank after two steps with micro-batches of so many rows and tokens."""
+def measured(made: Plan, rows: int = 1, tokens: int = 8, steps: int = 2) -> ZeroEngine:
+    """An engine after some steps with micro-batches of so many rows and tokens."""
     recipe, model = made.recipe, Llama(ARCHITECTURE, activation_checkpointing=made.recomputed)
     optimizer = build_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer))
     engine = ZeroEngine(model, recipe.zero, recipe.precision, recipe.offload, optimizer=optimizer)
     model.model.input_saver = HostActivations(engine) if recipe.model.activation_offload else None
-    for number in range(2 * made.batch.accumulate):
+    for number in range(steps * made.batch.accumulate):
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
         last = (number + 1) % made.batch.accumulate == 0
         engine.backward(model(ids, ids, trained_tokens=ids.numel()), ids.numel(), last=last)
@@ -107,6 +107,22 @@ def test_the_peak_is_that_of_the_engines_meter_to_the_byte(optimizer: OptimizerC
         engine, state = measured(made), made.state_bytes(stage)
         assert engine.memory.peak == state.total, stage
         assert engine.memory.by_kind["optimizer"] == state.optimizer, stage
+
+
+def sent_and_planned(recipe: RecipeConfig) -> tuple[int, int]:
+    """By this rank in a step like all but the first."""
+    made = plan(recipe)
+    shorter, engine = measured(made, steps=2), measured(made, steps=3)
+    return engine.bytes_sent - shorter.bytes_sent, made.bytes_sent(recipe.zero.stage, engine.world.rank)
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(name="muon"), OptimizerConfig(name="adafactor"), OptimizerConfig()], ids=str)
+def test_bytes_sent_in_a_step_are_the_engines_where_modules_have_policies_of_their_own(ranks, optimizer: OptimizerConfig) -> None:
+    rules = [ZeroModuleConfig(pattern="layers.1", stage=0), ZeroModuleConfig(pattern="embed_tokens", stage=1)]
+    for stage in (0, 2, 3):
+        recipe = dataclasses.replace(RECIPE, optimizer=optimizer, zero=ZeroConfig(stage=stage, modules=rules))
+        for sent, planned in ranks(2, sent_and_planned, recipe):
+            assert sent == planned, stage
 
 
 def test_every_stage_shards_more_of_what_stays() -> None:

@@ -15,7 +15,7 @@ from framework.zero import OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngin
 from framework.zero.memory import state_bytes
 from framework.zero.policy import policy_of
 from tests.zero import zoo
-from tests.zero.test_memory import Block, Model
+from tests.zero.test_memory import Block, Model, adamw_state
 
 IN_FP32 = ["norm", "head"]
 

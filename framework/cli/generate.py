@@ -11,9 +11,15 @@ import argparse
 import os
 import sys
 
-from framework.checkpoint.source import check_source
+import yaml
+
+from framework.checkpoint.folder import read_index
+from framework.checkpoint.source import check_source, find_source
 from framework.config.errors import Problem, UserError
+from framework.config.schema import PrecisionConfig
+from framework.config.typed import from_dict
 from framework.progress import loading_libraries
+from framework.train.run_dir import CONFIG, EXPORT
 
 STANDARD_INPUT = "-"
 MOST_THREADS = 8
@@ -68,6 +74,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError(*problems)
 
 
+def _autocast(model: str) -> str:
+    """What the forward of a run ran under, whose directory, checkpoint or export `model` is (`precision.autocast`); none for others."""
+    source, recipe = find_source(model, "--model"), {}
+    if source.kind == "checkpoint":
+        recipe = read_index(source.folder)["run"].get("recipe", {})
+    elif source.folder.name == EXPORT and (config := source.folder.parent / CONFIG).is_file():
+        recipe = yaml.safe_load(config.read_text()) or {}
+    return from_dict(PrecisionConfig, recipe.get("precision", {})).autocast
+
+
 def _answer(arguments: argparse.Namespace) -> None:
     with loading_libraries():
         import torch
@@ -78,7 +94,8 @@ def _answer(arguments: argparse.Namespace) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
-    model, tokenizer, stop_ids = load_for_generation(open_model(arguments.model, "--model"))
+    autocast = _autocast(arguments.model)
+    model, tokenizer, stop_ids = load_for_generation(open_model(arguments.model, "--model"), autocast=autocast)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     def answer(prompt: str) -> None:

@@ -45,8 +45,6 @@ class Vetted:
     problems: list[Problem] = field(default_factory=list)
     recipe_named: bool = False
     """Whether a recipe was asked for (found or not)."""
-    doubtful: set[str] = field(default_factory=set)
-    """First words of settings that the problems are about: what follows from them need not be reported as well."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -78,12 +76,11 @@ def vet(overrides: Sequence[str], *, config_dir: str | None, multirun: bool) -> 
     """Look at every override by itself. `multirun`: lists of values are legal."""
     options = group_options(config_dir)
     words, spaced = _without_spaces(overrides)
-    vetted = Vetted(problems=spaced, doubtful={_first_word(problem.path) for problem in spaced})
+    vetted = Vetted(problems=spaced)
     for text in words:
         problem = _vet_one(text, options, config_dir, multirun, vetted)
         if problem is not None:
             vetted.problems.append(problem)
-            vetted.doubtful |= {_first_word(problem.path), _first_word(problem.fix)}
     return vetted
 
 
@@ -227,7 +224,3 @@ def _with_quoted_path(text: str) -> str:
         return text
     odd = set(value) - PLAIN_PATH
     return f"{key}='{value}'" if odd and not odd & set(",'\"[") else text
-
-
-def _first_word(path: str) -> str:
-    return path.lstrip("+-").partition("=")[0].partition(".")[0]

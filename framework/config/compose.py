@@ -16,7 +16,7 @@ import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config import hydra_ext
+from framework.config.as_meant import as_meant
 from framework.config.check import check as check_recipe
 from framework.config.command_line import Vetted, group_options, parse_arguments, vet
 from framework.config.errors import Problem, UserError
@@ -188,20 +189,20 @@ def _accepted(options: Namespace, check: Check) -> list[str]:
         raise UserError(Problem(path="-m", got="a sweep under torchrun, Slurm or MPI", expected=expected))
     vetted = vet(options.overrides, config_dir=options.config_dir, multirun=options.multirun)
     if vetted.problems and options.multirun:
-        raise UserError(*vetted.problems, *_of_jobs(vetted, options.config_dir, check))
+        raise UserError(*_of_jobs(vetted, options.config_dir, check))
     if vetted.problems:
         _composed(vetted, options.config_dir, check)  # finds what else is wrong, and raises
     return vetted.good
 
 
 def _of_jobs(vetted: Vetted, config_dir: str | None, check: Check) -> list[Problem]:
-    """What is wrong with jobs of a sweep besides: enough of them that each value of each list occurs, up to a limit."""
+    """What is wrong with the words and with jobs of a sweep: enough of them that each value of each list occurs, up to a limit."""
     values = [_values(word) for word in vetted.good]
-    found: list[Problem] = []
+    found = list(vetted.problems)
     for number in range(min(MOST_JOBS_CHECKED, max(map(len, values), default=0))):
         words = [each[min(number, len(each) - 1)] for each in values]
         try:
-            _composed(Vetted(good=words, recipe_named=vetted.recipe_named, doubtful=vetted.doubtful), config_dir, check)
+            _composed(replace(vetted, good=words), config_dir, check)
         except UserError as error:
             found += [problem for problem in error.problems if problem not in found]
     return found
@@ -225,7 +226,7 @@ def _composed(vetted: Vetted, config_dir: str | None, check: Check | None) -> Co
             choices = config.hydra.runtime.choices
             OmegaConf.set_struct(config, False)
             del config["hydra"]
-            recipe = _typed(config, tuple(vetted.good), choices, config_dir, check, vetted)
+            recipe = _typed(config, tuple(vetted.good), choices, config_dir, check, vetted.problems)
     except COMPOSING_ERRORS as error:
         raise UserError(*vetted.problems, *problems_of(error, options, hydra_ext.RecipeSource.loaded)) from error
     if vetted.problems:
@@ -234,21 +235,25 @@ def _composed(vetted: Vetted, config_dir: str | None, check: Check | None) -> Co
 
 
 def _typed(
-    config: DictConfig, overrides: Sequence[str], choices: Any, config_dir: str | None, check: Check | None, vetted: Vetted | None = None
+    config: DictConfig, overrides: Sequence[str], choices: Any, config_dir: str | None, check: Check | None, told: Sequence[Problem] = ()
 ) -> RecipeConfig:
-    """The composed values as dataclasses. Raises UserError with all that is wrong in them (not again with what `vetted` holds)."""
+    """The composed values as dataclasses. Raises UserError with all that is wrong in them, as far as it does not follow from what was
+    `told` of words that are not in them."""
     try:
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise UserError(*problems_of(error, group_options(config_dir))) from error
-    recipe, problems = convert(RecipeConfig, values)
+    _, problems = convert(RecipeConfig, values)
     files = [(file, "") for file in reversed(hydra_ext.RecipeSource.loaded)]
     if config_dir:
         options = ((Path(config_dir) / group / f"{option}.yaml", group) for group, option in choices.items() if isinstance(option, str))
         files = [(file, group) for file, group in options if file.is_file()] + files
     origins = Origins(overrides, files)
-    doubtful = {word for problem in problems for word in (problem.path.partition(".")[0], problem.fix.partition("=")[0].partition(".")[0])}
-    doubtful |= vetted.doubtful if vetted else set()
+    values, doubtful = as_meant(values, [*told, *problems])
+    recipe, left = convert(RecipeConfig, values)
+    new = [problem for problem in left if problem not in problems]
+    doubtful |= {problem.path.partition(".")[0] for problem in new}
+    problems += new
     if check is not None and hydra_ext.GROUP not in doubtful:
         problems += [problem for problem in check(recipe) if problem.path.partition(".")[0] not in doubtful]
         if problems and not choices.get(hydra_ext.GROUP):

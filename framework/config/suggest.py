@@ -131,6 +131,9 @@ VALUES_ELSEWHERE = {
 }
 """The same for options and values of a fixed choice: other trainers' word, ours; used where ours is one of the choices."""
 
+UNKNOWN = "a key that does not exist"
+"""What was got where there is no such setting."""
+
 WORD_CUTOFF = 0.7
 """Least similarity (difflib ratio) of a last word within the group that was named."""
 OPTION_CUTOFF = 0.6
@@ -145,14 +148,14 @@ def unknown_key(path: str, known: Mapping[str, Any], value: str = "VALUE", optio
     group = path.rpartition(".")[0]
     if meant:
         fix = f"{meant[0]}={_value_for(meant[0], path, value, options_of or {})}"
-        return Problem(path=path, got="a key that does not exist", expected=_or(meant), fix=fix)
+        return Problem(path=path, got=UNKNOWN, expected=_or(meant), fix=fix)
     here = [key for key in known if key.rpartition(".")[0] == group]
     if group in known and not here:
         expected = f"a value for `{group}`, which has no keys"
-        return Problem(path=path, got="a key that does not exist", expected=expected, fix=f"{group}={value}")
+        return Problem(path=path, got=UNKNOWN, expected=expected, fix=f"{group}={value}")
     if here:
-        return Problem(path=path, got="a key that does not exist", expected=f"one of {', '.join(here)}")
-    return Problem(path=path, got="a key that does not exist", expected="a setting that `framework help` lists")
+        return Problem(path=path, got=UNKNOWN, expected=f"one of {', '.join(here)}")
+    return Problem(path=path, got=UNKNOWN, expected="a setting that `framework help` lists")
 
 
 def suggest_paths(path: str, known: Iterable[str], most: int = 3) -> list[str]:

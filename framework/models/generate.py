@@ -26,15 +26,21 @@ INCOMPLETE = "\ufffd"
 Message = dict[str, str]
 
 
-def load_for_generation(pretrained: Pretrained, *, show: bool = True) -> tuple[Llama, PreTrainedTokenizerFast, list[int]]:
-    """(model, tokenizer, stop ids). bf16 on the GPU when there is one, fp32 on the CPU."""
+def load_for_generation(
+    pretrained: Pretrained, *, autocast: str = "none", show: bool = True
+) -> tuple[Llama, PreTrainedTokenizerFast, list[int]]:
+    """(model, tokenizer, stop ids). bf16 on the GPU when there is one, fp32 on the CPU. `autocast`: as in `PrecisionConfig`, the data type
+    of forward under torch's autocast, with parameters in fp32."""
     tokenizer = load_tokenizer(pretrained.tokenizer)
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" and autocast == "none" else torch.float32
     with torch.device("meta"):
         model = Llama(pretrained.config)
     model = model.to(dtype).to_empty(device=device).eval()
     model.tie_weights()
     load_weights(model, pretrained, show=show)
+    if autocast != "none":
+        model.forward = torch.autocast(device, getattr(torch, autocast))(model.forward)
     return model, tokenizer, inference_stop_ids(tokenizer, pretrained.generation_config)
 
 

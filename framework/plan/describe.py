@@ -158,9 +158,10 @@ def _activations(plan: Plan) -> str:
     """What blocks save for backward, the head and the loss not counted."""
     activations, chosen, offloads = plan.activations, plan.recomputed, plan.recipe.model.activation_offload
     every = activations.peak((), offloads=False)
-    text = f"{activations.peak(chosen, offloads=offloads) / 2**20:,.1f} MiB in the blocks"
+    text = "at most " if plan.micro_batches_vary else ""
+    text += f"{activations.peak(chosen, offloads=offloads) / 2**20:,.1f} MiB in the blocks"
     if offloads:
-        text += f" and {activations.on_host(chosen) / 2**20:,.1f} MiB on the host"
+        text += f" and {plan.activation_host_bytes / 2**20:,.1f} MiB on the host"
     return f"{text}; {len(chosen)} of {len(activations.blocks)} blocks are recomputed (none: {every / 2**20:,.1f} MiB)"
 
 
@@ -203,17 +204,21 @@ def _sharding(plan: Plan) -> list[str]:
 def _bytes_table(plan: Plan) -> str:
     """Model state per rank, and what it sends in a step, for every stage, the chosen one marked."""
     ranks, offload = plan.batch.world_size, plan.recipe.offload
-    offloads = (offload.optimizer, offload.params) != ("none", "none")
-    rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB (activations come on top)"]
+    activations = plan.activation_host_bytes
+    offloads = (offload.optimizer, offload.params) != ("none", "none") or activations > 0
+    on_top = "activations come on top, but for those on the host" if activations else "activations come on top"
+    rows = [f"model state per rank on {ranks} {'rank' if ranks == 1 else 'ranks'}, MiB ({on_top})"]
     feedback = plan.recipe.zero.error_feedback
     names = ("parameters", "gradients", "master", "optimizer", "temporary", *(("feedback",) if feedback else ()), "peak")
-    names += (*(("on host", "on disk") if offloads else ()), "sent a step")
-    rows.append(f"  {'':<8}" + "".join(f"{name:>12}" for name in names))
+    on_host = "on host, at most" if activations and plan.micro_batches_vary else "on host"
+    names += (*((on_host, "on disk") if offloads else ()), "sent a step")
+    widths = [max(12, len(name) + 2) for name in names]
+    rows.append(f"  {'':<8}" + "".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)))
     for stage in (0, 1, 2, 3):
         state = plan.state_bytes(stage)
         cells = (state.params, state.grads, state.master, state.optimizer, state.temporary)
         cells += (*((state.residual,) if feedback else ()), state.total)
-        cells += ((state.host, state.disk) if offloads else ()) + (plan.bytes_sent(stage),)
+        cells += ((state.host + activations, state.disk) if offloads else ()) + (plan.bytes_sent(stage),)
         mark = ">" if stage == plan.recipe.zero.stage else " "
-        rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>12,.1f}" for cell in cells))
+        rows.append(f"{mark} zero={stage}  " + "".join(f"{cell / 2**20:>{width},.1f}" for cell, width in zip(cells, widths, strict=True)))
     return "\n".join(rows)

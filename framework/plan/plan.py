@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,13 @@ from framework.models.documents import attention_way, require_isolation
 from framework.models.llama import Llama
 from framework.models.selection import EMBEDDING, choose_trained, settings_of, trained_shapes
 from framework.zero import adafactor_step, muon_step
+from framework.zero.flat_optimizer import runs_on_buffers
 from framework.zero.fp32_modules import find_fp32_modules, parameters_of
-from framework.zero.grid import keep_gathered, place_of
-from framework.zero.layout import Layout, Piece, Slot, UnitLayout, plan_units, with_gap
+from framework.zero.grid import Grid, keep_gathered, place_of
+from framework.zero.layout import Layout, UnitLayout, plan_units, with_gap
 from framework.zero.memory import StateBytes, disk_traffic, state_bytes
-from framework.zero.optimizer_by_name import state_values
-from framework.zero.optimizer_bytes import state_bytes_of
+from framework.zero.optimizer_by_name import class_of, state_values
+from framework.zero.optimizer_bytes import StateBytesOf, state_bytes_of
 from framework.zero.policy import FULL, group_size, offloaded, policy_of
 from framework.zero.traffic import bytes_sent
 
@@ -123,9 +124,9 @@ class Plan:
             **self._itemsizes,
         )
 
-    def bytes_sent(self, stage: int) -> int:
-        """What a rank sends in a step at `stage`."""
-        return self.step_bytes(stage)[1] + bytes_sent(
+    def bytes_sent(self, stage: int, rank: int = 0) -> int:
+        """What a rank sends in a step at `stage`; only with Muon not all send the same."""
+        return self.step_bytes(stage, rank)[1] + bytes_sent(
             self.units_of_stage[stage],
             policy_of(self.recipe.zero, stage),
             self.batch.world_size,
@@ -144,6 +145,24 @@ class Plan:
         if stage:
             return replace(zero, stage=stage, gather_compression=gathers)
         return replace(zero, stage=stage, gather_compression=gathers, reduce_compression="none", error_feedback=False)
+
+    @property
+    def micro_batch_shape(self) -> tuple[int, int]:
+        """(rows, tokens) of the largest that there can be."""
+        tokens = self.recipe.data.max_tokens if self.recipe.data.packing else self.train.longest
+        return min(self.batch.micro_batch_size, self.train.samples), tokens
+
+    @property
+    def micro_batches_vary(self) -> bool:
+        """Whether there may be none of that shape on some rank."""
+        tokens = self.micro_batch_shape[1]
+        return self.train.tokens < self.train.samples * tokens or self.train.samples < self.batch.global_batch_size
+
+    @property
+    def activation_host_bytes(self) -> int:
+        """What the recomputed blocks of a micro-batch of that shape keep in host memory."""
+        offloads = self.activations is not None and self.recipe.model.activation_offload
+        return self.activations.on_host(self.recomputed) if offloads else 0
 
     @property
     def whole_units(self) -> list[str]:
@@ -196,31 +215,48 @@ class Plan:
         return self._checkpoint_bytes([layout for layout, lies in zip(self._trained, on_disk, strict=True) if not lies])
 
     @cached_property
-    def optimizer_bytes_of(self) -> Callable[[Piece], int]:
-        """Bytes of optimizer state, by piece of a parameter."""
-        orthogonal = {slot.name for _, slot in self.orthogonal}
-        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, orthogonal.__contains__)
+    def optimizer_bytes_of(self) -> StateBytesOf:
+        """Bytes of optimizer state, by what a rank has of a layout."""
+        options = {"on_buffers": self._updates_buffers}
+        return state_bytes_of(self.recipe.optimizer, self._master_itemsize, self.orthogonal.__contains__, **options)
+
+    @property
+    def _updates_buffers(self) -> bool:
+        """Whether our kernels update whole buffers on this machine."""
+        precision, master_dtype = self.recipe.precision, torch.float64 if self.compute_dtype is torch.float64 else torch.float32
+        on_host = offloaded(self.recipe.offload, [layout.numel for layout in self._trained])
+        held = {
+            ("cpu" if lies else self.device_type, master_dtype, torch.float32 if layout.fp32 else self.compute_dtype)
+            for layout, lies in zip(self._trained, on_host, strict=True)
+        }
+        on_disk = self.recipe.offload.optimizer == "nvme" and any(on_host)
+        without_master = precision.master_weights != "full" and any(not layout.fp32 for layout in self._trained)
+        return runs_on_buffers(class_of(self.recipe.optimizer), held, on_disk=on_disk, without_master=without_master)
 
     @cached_property
-    def orthogonal(self) -> list[tuple[Layout, Slot]]:
+    def orthogonal(self) -> set[str]:
         """Matrices whose steps Muon makes orthogonal."""
         recipe = self.recipe
         if recipe.optimizer.name != "muon":
-            return []
+            return set()
         settings = settings_of(trained_shapes(self.architecture, recipe.model, recipe.peft), self.architecture, recipe.optimizer)
-        return [(layout, slot) for layout in self._trained for slot in layout.slots if settings[slot.name].orthogonal]
+        return {name for name, each in settings.items() if each.orthogonal}
 
     def step_bytes(self, stage: int, rank: int = 0) -> tuple[int, int]:
         """(memory, sent) of an optimizer's step at `stage` that ranks make together."""
-        shards = 1 if policy_of(self.recipe.zero, stage).optimizer is FULL else self._group_size
+        trained, usual = _trained(self.units_of_stage[stage]), policy_of(self.recipe.zero, stage)
+
+        def grid_of(layout: Layout) -> Grid:
+            return place_of(layout, usual, self.batch.world_size, self._group_size, rank).grid
+
         if self.recipe.optimizer.name == "adafactor":
-            nbytes = adafactor_step.step_bytes(slot for layout in self._trained for slot in layout.slots)
-            return nbytes, 2 * (shards - 1) * nbytes // shards
-        return muon_step.step_bytes(self.orthogonal, shards, rank % shards)
+            return adafactor_step.step_bytes(trained, grid_of)
+        matrices = [(layout, slot) for layout in trained for slot in layout.slots if slot.name in self.orthogonal]
+        return muon_step.step_bytes(matrices, grid_of)
 
     @property
     def _trained(self) -> list[Layout]:
-        return [layout for unit in self.units for layout in unit.layouts if layout.requires_grad]
+        return _trained(self.units)
 
     def _checkpoint_bytes(self, layouts: Sequence[Layout]) -> int:
         policy = policy_of(self.recipe.zero)
@@ -232,7 +268,7 @@ class Plan:
                 start = extents.shard.start + extents.owned.start
                 stop = max(min(extents.shard.start + extents.owned.stop, layout.total), start)
                 nbytes += self._master_itemsize * (stop - start)
-                nbytes += sum(self.optimizer_bytes_of(with_gap(piece)) for piece in layout.pieces(start, stop))
+                nbytes += sum(self.optimizer_bytes_of([with_gap(piece)]) for piece in layout.pieces(start, stop))
             return nbytes
 
         return max(map(written, range(self.batch.world_size)))
@@ -242,6 +278,10 @@ class Plan:
         """A hash of what all ranks must agree on: settings, architecture, data and arithmetic."""
         agreed = (self.recipe, self.architecture, self.batch, self.steps, self.train, self.validation)
         return hashlib.sha256(repr(agreed).encode()).hexdigest()
+
+
+def _trained(units: Sequence[UnitLayout]) -> list[Layout]:
+    return [layout for unit in units for layout in unit.layouts if layout.requires_grad]
 
 
 def check_data(recipe: RecipeConfig, architecture: LlamaConfig, data: Sequence[DataFacts]) -> None:
@@ -293,8 +333,7 @@ def make_plan(recipe: RecipeConfig, architecture: LlamaConfig, train: DataFacts,
     )
     if not recipe.model.activation_checkpointing and recipe.model.activation_budget_bytes is None:
         return made
-    tokens = recipe.data.max_tokens if recipe.data.packing else train.longest
-    rows = min(batch.micro_batch_size, train.samples)
+    rows, tokens = made.micro_batch_shape
     dtype, device_type = made.compute_dtype, made.device_type
     way = attention_way(device_type, dtype, head_dim(architecture), compiled=recipe.model.compile) if recipe.data.packing else None
     activations = activation_bytes(model, rows, tokens, dtype, device_type, way)

@@ -9,7 +9,7 @@ Unusual: an update is computed twice, once for its size and once to be made, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from framework.zero.buffer import FlatBuffer
 from framework.zero.comm import Handle
-from framework.zero.layout import Piece, Slot
+from framework.zero.grid import Grid
+from framework.zero.layout import Layout, Piece, Slot
 from framework.zero.piece_step import Member, Members, PieceStep, keep_finite
 
 CHUNK = 1 << 18
@@ -77,7 +78,7 @@ class AdafactorStep(PieceStep):
 
     def _step(self, used: Members, factor: Tensor) -> None:
         finite = torch.isfinite(factor)
-        meter, nbytes = next(iter(used)).meter, step_bytes(member.slot for members in used.values() for member in members)
+        meter, nbytes = next(iter(used)).meter, 8 * sum(_sums_of(member.slot) + 1 for members in used.values() for member in members)
         meter.add("exchange", nbytes)
         sums = {buffer: self._squares(buffer, members, factor) for buffer, members in used.items()}
         for buffer, of_buffer in sums.items():
@@ -181,6 +182,11 @@ def state_numel(slot: Slot, piece_numel: int) -> int:
     return sum(_vectors(slot)) if len(slot.shape) > 1 else piece_numel
 
 
-def step_bytes(slots: Iterable[Slot]) -> int:
-    """What the sums take on each rank."""
-    return sum(8 * (_sums_of(slot) + 1) for slot in slots)
+def step_bytes(layouts: Iterable[Layout], grid_of: Callable[[Layout], Grid]) -> tuple[int, int]:
+    """(memory of the sums, sent in a step) of a rank in bytes. `grid_of`: its place among those that share a layout."""
+    memory = sent = 0
+    for layout in layouts:
+        others, ranks = grid_of(layout).members - 1, grid_of(layout).members
+        for numel in (sum(map(_sums_of, layout.slots)), len(layout.slots)):
+            memory, sent = memory + 8 * numel, sent + 2 * others * 8 * numel // ranks
+    return memory, sent

@@ -10,7 +10,7 @@ stay zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -110,14 +110,11 @@ class FlatOptimizer:
     def takes(optimizer: torch.optim.Optimizer, buffers: list[FlatBuffer]) -> bool:
         """Whether the kernel does what `optimizer` does, here, or its reference has to: for masters that torch could not update, and for
         state on a disk. Raises KernelError under kernels=compiled if it alone is missing."""
-        rule = _RULES.get(type(optimizer))
-        if rule is None or any(map(_other_arithmetic, optimizer.param_groups)):
+        if any(map(_other_arithmetic, optimizer.param_groups)):
             return False
-        if any(buffer.state_on_disk for buffer in buffers):
-            return buffers[0].master_dtype is torch.float32
-        examples = [[torch.empty(0, dtype=d, device=b.state_device) for d in (b.master_dtype, b.compute_dtype)] for b in buffers]
-        compiled = [library_for(rule.function, *pair) is not None for pair in examples]
-        return all(compiled) or any(buffer.master is None for buffer in buffers)
+        held = [(buffer.state_device, buffer.master_dtype, buffer.compute_dtype) for buffer in buffers]
+        on_disk, without_master = any(buffer.state_on_disk for buffer in buffers), any(buffer.master is None for buffer in buffers)
+        return runs_on_buffers(type(optimizer), held, on_disk=on_disk, without_master=without_master)
 
     @staticmethod
     def states_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -262,6 +259,26 @@ class FlatOptimizer:
         else:
             with buffer.rewriting(key) as values:
                 yield values[self._extents[buffer]]
+
+
+def runs_on_buffers(
+    kind: type[torch.optim.Optimizer],
+    held: Iterable[tuple[torch.device | str, torch.dtype, torch.dtype]],
+    *,
+    on_disk: bool,
+    without_master: bool,
+) -> bool:
+    """What `FlatOptimizer.takes` says of an optimizer of this `kind`. `held`: of each buffer the device of its masters, their data type
+    and that of its parameters; `on_disk`, `without_master`: whether any has its state there, or parameters for masters."""
+    if kind not in _RULES:
+        return False
+    if on_disk:
+        return all(master_dtype is torch.float32 for _, master_dtype, _ in held)
+    compiled = [
+        library_for(_RULES[kind].function, *(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)) is not None
+        for device, *dtypes in held
+    ]
+    return all(compiled) or without_master
 
 
 def _update(

@@ -11,7 +11,7 @@ intervals, and a piece of a parameter is a contiguous range of its flattened ele
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,6 +64,11 @@ class Piece:
     @property
     def shard_stop(self) -> int:
         return self.shard_start + self.numel
+
+
+def span(pieces: Sequence[Piece]) -> int:
+    """Elements from the beginning of the first of these pieces of a layout to the end of the last one."""
+    return pieces[-1].shard_stop - pieces[0].shard_start if pieces else 0
 
 
 def with_gap(piece: Piece) -> Piece:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from framework.config.schema import MasterWeights, OffloadConfig, ZeroConfig
 from framework.zero import wire
 from framework.zero.grid import Place, place_of
-from framework.zero.layout import Layout, Piece, UnitLayout
+from framework.zero.layout import Layout, Piece, UnitLayout, span
 from framework.zero.nvme import STAGING_BYTES, stored_bytes
 from framework.zero.policy import FULL, GROUP, WORLD, Placement, Policy, offloaded, workers
 
@@ -71,7 +71,7 @@ def state_bytes(
     master_itemsize: int = 4,
     master_weights: MasterWeights = "full",
     optimizer_itemsize: int = 8,
-    optimizer_of: Callable[[Piece], int] | None = None,
+    optimizer_of: Callable[[Sequence[Piece]], int] | None = None,
     step_bytes: int = 0,
     prefetch_bytes: int = 0,
     micro_batches: int = 1,
@@ -82,9 +82,10 @@ def state_bytes(
     """Peak model-state bytes of one rank, from the layouts alone.
 
     `policy`: of layouts that have none of their own. `group_size`: ranks of a shard group, None for all. `optimizer_itemsize`: bytes of
-    optimizer state per trained element (AdamW with two fp32 moments: 8), `optimizer_of` those of a piece where they are not the same for
-    all. `step_bytes`: what the optimizer's step needs for itself. `messages`: whether sums are made of point-to-point messages (gloo),
-    which need room for what they receive. `micro_batches` of a step. `compression`: what it says of that counts.
+    optimizer state per trained element (AdamW with two fp32 moments: 8) and for the gaps between parameters, which our kernels update with
+    them; `optimizer_of`: those of the pieces of a layout, where it is otherwise. `step_bytes`: what the optimizer's step needs for itself.
+    `messages`: whether sums are made of point-to-point messages (gloo), which need room for what they receive. `micro_batches` of a step.
+    `compression`: what it says of that counts.
 
     Temporary are, where the policy shards them: the root's parameters and gradients for the whole of a backward; of the blocks, one
     gathered and beside it those that the prefetch budget admits (at least one), and what is kept for their backward; two blocks'
@@ -118,7 +119,7 @@ def state_bytes(
         kept = "full" if layout.fp32 else master_weights
         masters = {"full": master_itemsize, "remainder": 2, "none": 0}[kept] * extents.shard_numel if has_master else 0
         pieces = layout.pieces(extents.shard.start, extents.shard.stop)
-        moments = sum(optimizer_itemsize * piece.numel if optimizer_of is None else optimizer_of(piece) for piece in pieces)
+        moments = optimizer_itemsize * span(pieces) if optimizer_of is None else optimizer_of(pieces)
         if masters_at == "nvme":
             disk += stored_bytes(masters) + optimizer_itemsize // master_itemsize * stored_bytes(master_itemsize * extents.shard_numel)
         elif masters_at == "cpu":

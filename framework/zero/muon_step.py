@@ -8,7 +8,7 @@ Unusual: where every rank holds all (stage 0), each computes for itself and send
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from framework.zero.buffer import FlatBuffer
 from framework.zero.comm import Comm
+from framework.zero.grid import Grid
 from framework.zero.layout import Layout, Slot
 from framework.zero.matrix_exchange import Exchange, Matrix, Round, rounds
 from framework.zero.muon import adamw_step, ahead, moved, new_state, orthogonal, workspace_bytes
@@ -81,8 +82,13 @@ def exchange_bytes(plan: Round) -> int:
     return WIRE.itemsize * plan.numel + at_work
 
 
-def step_bytes(matrices: Sequence[tuple[Layout, Slot]], ranks: int, rank: int) -> tuple[int, int]:
-    """(most memory of a round, sent in a step) of `rank` in bytes, for all orthogonal matrices of a model in the order of its buffers."""
-    placed = [Matrix(slot, layout.shard_numel(ranks)) for layout, slot in matrices]
-    plans = [Round(placed[some], ranks, rank) for some in rounds(len(placed), ranks)]
-    return max(map(exchange_bytes, plans), default=0), WIRE.itemsize * sum(plan.sent_numel(rank) for plan in plans)
+def step_bytes(matrices: Sequence[tuple[Layout, Slot]], grid_of: Callable[[Layout], Grid]) -> tuple[int, int]:
+    """(most memory of a round, sent in a step) of a rank in bytes, for all orthogonal matrices of a model in the order of its buffers.
+    `grid_of`: the place of the rank among those that share a layout; policies of modules may give it several."""
+    most = sent = 0
+    for grid, together in groupby(matrices, key=lambda matrix: grid_of(matrix[0])):
+        placed = [Matrix(slot, layout.shard_numel(grid.members)) for layout, slot in together]
+        for some in rounds(len(placed), grid.members):
+            plan = Round(placed[some], grid.members, grid.member)
+            most, sent = max(most, exchange_bytes(plan)), sent + WIRE.itemsize * plan.sent_numel(grid.member)
+    return most, sent

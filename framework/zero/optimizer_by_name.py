@@ -35,9 +35,13 @@ FUSED = ("adam", "adamw", "sgd")
 """Whose fused kernels of torch's own are used where ours are not: they take the loss scale and skip steps on the device."""
 
 
+def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    return (IN_8_BITS if config.moments == "8bit" else CLASSES)[config.name]
+
+
 def build_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Over `groups`, each of which has its `weight_decay`, and for muon whether it is `orthogonal`."""
-    kind = (IN_8_BITS if config.moments == "8bit" else CLASSES)[config.name]
+    kind = class_of(config)
     has = inspect.signature(kind).parameters
     options = {name: getattr(config, name) for name in SETTINGS if name in has and (config.name, name) not in OTHERS_BY_THAT_NAME}
     if "weight_decay" not in has:

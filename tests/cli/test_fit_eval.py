@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from framework.checkpoint.folder import checkpoints, resolve, step_folder
 from framework.checkpoint.open import open_model
-from framework.config.schema import CheckpointConfig, EvalConfig, PeftConfig, RecipeConfig, SourceConfig, ZeroConfig
+from framework.cli import generate as command
+from framework.config.schema import CheckpointConfig, EvalConfig, PeftConfig, PrecisionConfig, RecipeConfig, SourceConfig, ZeroConfig
 from framework.data.prepare import prepare
 from framework.models.generate import generate, load_for_generation
 from framework.models.tokenizer import load_tokenizer
@@ -122,6 +125,43 @@ def test_an_adapter_with_dropout_trains_as_without_answers_and_its_answers_are_w
     model, tokenizer, stop_ids = load_for_generation(open_model(str(talking)), show=False)
     last = [generate(model, tokenizer, [{"role": "user", "content": prompt}], 9, stop_ids=stop_ids) for prompt in PROMPTS]
     assert [answer["answer"] for answer in answers(talking)[-3:]] == last
+
+
+@contextmanager
+def seen_without_grad() -> Iterator[set[torch.dtype]]:
+    """Data types of what linear layers compute inside, where no gradient is asked for."""
+    seen: set[torch.dtype] = set()
+
+    def look(module: torch.nn.Module, arguments: tuple, out: object) -> None:
+        if isinstance(module, torch.nn.Linear) and not torch.is_grad_enabled():
+            seen.add(out.dtype)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def fit_seen(recipe: RecipeConfig, run_dir: Path) -> set[torch.dtype]:  # noqa: F811
+    with seen_without_grad() as seen:
+        fit(recipe, run_dir)
+    return seen
+
+
+def test_a_run_under_autocast_answers_under_it_on_the_way_and_in_the_command(ranks, recipe, tmp_path, capsys) -> None:  # noqa: F811
+    run_dir, trainer = tmp_path / "run", dataclasses.replace(recipe.trainer, max_steps=2)
+    data = dataclasses.replace(recipe.data, validation_fraction=0.0)
+    changes = {"trainer": trainer, "data": data, "precision": PrecisionConfig(autocast="bfloat16"), "zero": ZeroConfig(stage=3)}
+    changed = dataclasses.replace(recipe, **changes, checkpoint=dataclasses.replace(EXACT, at_end=True), eval=asked())
+    write_run_dir(run_dir, changed, overrides=[], command=["test"])
+    assert ranks(1, fit_seen, changed, run_dir, timeout=120) == [{torch.bfloat16}]
+    expected = answers(run_dir)[-1]
+    for model in (run_dir, run_dir / EXPORT, step_folder(run_dir, 2)):
+        with seen_without_grad() as seen:
+            assert command.main(["--model", str(model), expected["prompt"], "--max-new-tokens", "9"]) == 0
+        assert seen == {torch.bfloat16}
+        assert capsys.readouterr().out == expected["answer"] + "\n"
 
 
 # ---- the end of a run that learns no more

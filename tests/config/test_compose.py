@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from framework.cli.check import check_everything
+from framework.config.check import check_settings
 from framework.config.compose import compose
 from framework.config.errors import Problem, UserError
 from framework.config.paths import asset_dir
@@ -217,6 +218,36 @@ def test_mistakes_of_all_layers_come_together():
 def test_what_only_follows_from_a_mistake_is_not_reported():
     assert set(problems("+recipe=llama_stf", check=check_everything)) == {"recipe"}
     assert set(problems("+recipe=llama_sft", "trainer.epochs=null", "trainer.max_stps=10", check=check_everything)) == {"trainer.max_stps"}
+
+
+ON_4_RANKS = ("+recipe=quickstart", "trainer.devices=4", "trainer.global_batch_size=8", "trainer.micro_batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["zero.stgae=3", "zero.shard_size=3"], {"zero.stgae", "zero.shard_size"}),
+        (["zero.stgae=3", "zero.secondary_shard_size=2", "offload.params=cpu"], {"zero.stgae"}),
+        (["zero.stgae=7", "zero.prefetch_bytes=x"], {"zero.stgae", "zero.stage", "zero.prefetch_bytes"}),
+        (["zero.nothing=1", "zero.shard_size=3"], {"zero.nothing", "zero.shard_size"}),
+        (["trainer.max_stps=10", "trainer.global_batch_size=6"], {"trainer.max_stps", "trainer.global_batch_size"}),
+        (["trainer.devces=3", "trainer.global_batch_size=6"], {"trainer.devces"}),
+        (["trainer.global_batch_size", "=", "6"], {"trainer.global_batch_size"}),
+        (["trainer.devices=three", "trainer.global_batch_size=6"], {"trainer.devices"}),
+        (["optimizer.learning_rate=-1", "optimizer.eps=0"], {"optimizer.learning_rate", "optimizer.lr", "optimizer.eps"}),
+        (["schedule.name=cosin", "schedule.warmup_ratio=3"], {"schedule.name", "schedule.warmup_ratio"}),
+    ],
+)
+def test_a_mistyped_key_or_value_hides_nothing_of_its_group_and_what_was_meant_counts(words, told):
+    """What cannot be told (how many ranks are three?) is not used for anything."""
+    assert set(problems(*ON_4_RANKS, *words, check=check_settings)) == told
+
+
+def test_a_mistyped_key_in_a_recipe_hides_nothing_either(folder):
+    write(folder / "mine.yaml", "defaults: [quickstart]\nzero: {stgae: 3, secondary_shard_size: 3}\ntrainer: {devces: 4}\n")
+    found = problems("+recipe=./mine.yaml", "trainer.global_batch_size=6", "trainer.micro_batch_size=1", check=check_settings)
+    assert set(found) == {"zero.stgae", "zero.secondary_shard_size", "trainer.devces", "trainer.global_batch_size"}
+    assert "the 4 ranks" in found["zero.secondary_shard_size"].expected
 
 
 def test_an_unknown_recipe_names_the_nearest_and_all():

@@ -8,6 +8,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from framework.config.errors import UserError
 from framework.config.schema import (
@@ -25,9 +26,14 @@ from framework.config.schema import (
     ZeroModuleConfig,
 )
 from framework.models.architecture import parameter_count
+from framework.models.llama import Llama
+from framework.models.selection import parameter_groups
 from framework.plan.describe import describe
 from framework.plan.disk import require_room
 from framework.plan.plan import DataFacts, Plan, make_plan
+from framework.zero import ZeroEngine
+from framework.zero.activations import HostActivations
+from framework.zero.optimizer_by_name import build_optimizer
 
 ARCHITECTURE = LlamaConfig(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=256
@@ -59,7 +65,64 @@ def test_parameters_are_those_of_the_architecture() -> None:
 @pytest.mark.parametrize(("dtype", "bytes_per_parameter"), [("float32", 16), ("bfloat16", 18), ("float64", 32)])
 def test_stage_0_on_one_rank_holds_parameters_gradients_masters_and_two_moments(dtype: str, bytes_per_parameter: int) -> None:
     made = plan(dataclasses.replace(RECIPE, precision=PrecisionConfig(compute_dtype=dtype)), ranks=1)
-    assert made.state_bytes(0).total == pytest.approx(bytes_per_parameter * made.parameters, rel=0.03)
+    assert made.state_bytes(0).total == pytest.approx(bytes_per_parameter * made.parameters, rel=0.04)  # alignment
+
+
+def measured(made: Plan, rows: int = 1, tokens: int = 8, steps: int = 2) -> ZeroEngine:
+    """An engine after some steps with micro-batches of so many rows and tokens."""
+    recipe, model = made.recipe, Llama(ARCHITECTURE, activation_checkpointing=made.recomputed)
+    optimizer = build_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer))
+    engine = ZeroEngine(model, recipe.zero, recipe.precision, recipe.offload, optimizer=optimizer)
+    model.model.input_saver = HostActivations(engine) if recipe.model.activation_offload else None
+    for number in range(steps * made.batch.accumulate):
+        ids = torch.zeros(rows, tokens, dtype=torch.int64)
+        last = (number + 1) % made.batch.accumulate == 0
+        engine.backward(model(ids, ids, trained_tokens=ids.numel()), ids.numel(), last=last)
+        if last:
+            engine.step()
+    engine.flush()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        (OptimizerConfig(), PrecisionConfig()),
+        (OptimizerConfig(), PrecisionConfig(compute_dtype="bfloat16", master_weights="remainder")),
+        (OptimizerConfig(), PrecisionConfig(compute_dtype="bfloat16", fp32_modules=["norm"])),
+        (OptimizerConfig(), PrecisionConfig(compute_dtype="float64")),
+        (OptimizerConfig(moments="8bit"), PrecisionConfig()),
+        (OptimizerConfig(name="lion"), PrecisionConfig()),
+        (OptimizerConfig(name="sgd", momentum=0.9), PrecisionConfig()),
+        (OptimizerConfig(name="muon"), PrecisionConfig()),
+        (OptimizerConfig(name="adafactor"), PrecisionConfig()),
+        (OptimizerConfig(name="rmsprop"), PrecisionConfig()),
+    ],
+)
+def test_the_peak_is_that_of_the_engines_meter_to_the_byte(optimizer: OptimizerConfig, precision: PrecisionConfig) -> None:
+    """Also where parameters are smaller than their alignment, and kernels update the gaps between them."""
+    for stage in range(4):
+        recipe = dataclasses.replace(RECIPE, optimizer=optimizer, precision=precision, zero=ZeroConfig(stage=stage))
+        made = plan(recipe, ranks=1)
+        engine, state = measured(made), made.state_bytes(stage)
+        assert engine.memory.peak == state.total, stage
+        assert engine.memory.by_kind["optimizer"] == state.optimizer, stage
+
+
+def sent_and_planned(recipe: RecipeConfig) -> tuple[int, int]:
+    """By this rank in a step like all but the first."""
+    made = plan(recipe)
+    shorter, engine = measured(made, steps=2), measured(made, steps=3)
+    return engine.bytes_sent - shorter.bytes_sent, made.bytes_sent(recipe.zero.stage, engine.world.rank)
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(name="muon"), OptimizerConfig(name="adafactor"), OptimizerConfig()], ids=str)
+def test_bytes_sent_in_a_step_are_the_engines_where_modules_have_policies_of_their_own(ranks, optimizer: OptimizerConfig) -> None:
+    rules = [ZeroModuleConfig(pattern="layers.1", stage=0), ZeroModuleConfig(pattern="embed_tokens", stage=1)]
+    for stage in (0, 2, 3):
+        recipe = dataclasses.replace(RECIPE, optimizer=optimizer, zero=ZeroConfig(stage=stage, modules=rules))
+        for sent, planned in ranks(2, sent_and_planned, recipe):
+            assert sent == planned, stage
 
 
 def test_every_stage_shards_more_of_what_stays() -> None:
@@ -266,6 +329,28 @@ def test_activations_are_printed_with_the_blocks_that_are_recomputed() -> None:
     made = recomputing(activation_checkpointing=True, activation_offload=True)
     assert made.activations.on_host(made.recomputed) == 3 * 2 * 200 * 32 * 4  # blocks, rows, tokens, width, bytes
     assert "0.1 MiB on the host; 3 of 3 blocks are recomputed" in describe(made)
+
+
+def column(page: str, name: str) -> str:
+    """What the table says of the chosen stage below the end of `name`."""
+    head, *rows = page[page.index("model state per rank") :].splitlines()[1:]
+    (chosen,) = [row for row in rows if row.startswith(">")]
+    return chosen[: head.index(name) + len(name)].split()[-1]
+
+
+@pytest.mark.parametrize(("offload", "every"), [(OffloadConfig(), True), (OffloadConfig(optimizer="cpu"), 2)])
+def test_the_host_column_counts_the_activations_that_are_kept_there(offload: OffloadConfig, every: bool | int) -> None:
+    model = ModelConfig(activation_checkpointing=every, activation_offload=True)
+    recipe, alike = dataclasses.replace(RECIPE, model=model, offload=offload), dataclasses.replace(FACTS, tokens=42 * 200)
+    exact, varying = plan(recipe, alike, ranks=1), plan(recipe, ranks=1)
+    nbytes = exact.state_bytes(0).host + exact.activation_host_bytes
+    assert measured(exact, *exact.micro_batch_shape).host_memory.peak == nbytes
+    assert column(describe(exact), "on host") == column(describe(varying), "on host, at most") == f"{nbytes / 2**20:.1f}"
+    assert measured(varying, 2, 150).host_memory.peak < nbytes
+    assert "at most" not in describe(exact) and "activations    at most" in describe(varying)
+    without_warmup = dataclasses.replace(recipe, schedule=ScheduleConfig(name="constant"))
+    few = plan(without_warmup, dataclasses.replace(alike, samples=7, tokens=7 * 200), ranks=1)
+    assert few.micro_batches_vary, "no step has rows for all slots"
 
 
 def test_a_budget_for_activations_recomputes_as_few_blocks_as_it_allows_and_is_refused_below_its_least() -> None:

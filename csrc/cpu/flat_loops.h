@@ -10,11 +10,22 @@ namespace FW_ISA {
 typedef float HalfFloats __attribute__((vector_size(2 * kLanes)));
 typedef double Doubles __attribute__((vector_size(4 * kLanes)));
 
+/* One instruction, where GCC 12 makes three of the conversion and sends AVX2's through memory. */
+FW_INLINE Doubles to_doubles(HalfFloats x) {
+#if defined(__AVX512F__)
+    return (Doubles)_mm512_cvtps_pd((__m256)x);
+#elif defined(__AVX2__)
+    return (Doubles)_mm256_cvtps_pd((__m128)x);
+#else
+    return __builtin_convertvector(x, Doubles);
+#endif
+}
+
 FW_INLINE void add_squares(Floats x, Doubles* sums) {
     HalfFloats half[2];
     memcpy(half, &x, sizeof x);
     for (int k = 0; k < 2; ++k) {
-        const Doubles wide = __builtin_convertvector(half[k], Doubles);
+        const Doubles wide = to_doubles(half[k]);
         sums[k] += wide * wide;
     }
 }

@@ -16,7 +16,16 @@ namespace FW_ISA {
 
 constexpr int64_t kChunk = 256; /* elements of the buffer */
 
-FW_INLINE Floats bytes_to_floats(const int8_t* q) { return to_floats(__builtin_convertvector(read<Bytes>(q), Ints)); }
+/* Not by __builtin_convertvector where it can be helped: GCC 12 takes the bytes out of the vector one by one. */
+FW_INLINE Floats bytes_to_floats(const int8_t* q) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(q)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)q)));
+#else
+    return to_floats(__builtin_convertvector(read<Bytes>(q), Ints));
+#endif
+}
 
 FW_INLINE void write_bytes(int8_t* to, Ints q) {
 #if defined(__AVX512F__)

@@ -33,6 +33,19 @@ settings.register_profile("suite", deadline=None, max_examples=50)  # a busy mac
 settings.load_profile("suite")
 
 
+LONG_FILES = "test_command test_bench test_nvcc test_packaging test_launch test_strategy_readme test_fit".split()
+"""Few tests, each a minute: begun last, as xdist would, they would run alone at the end beside an idle worker."""
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist's own order: files with many tests first
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG_FILES)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache():
     yield

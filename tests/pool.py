@@ -37,7 +37,7 @@ STACK_SIGNAL = signal.SIGUSR2
 SLOW_COLLECTION_SECONDS = 0.1
 COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
 """Never reached: the timeout of a call is shorter, and shows where each rank was."""
-SLOW_IMPORTS = ("lightning.pytorch", "transformers")
+SLOW_IMPORTS = ("lightning.pytorch", "transformers", "hypothesis", "hydra", "pytest")
 """Imported once, by the server, where the tests have imported them: its forks then have them too."""
 
 

@@ -29,7 +29,8 @@ class Ranks:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])  # seconds, once; optimizers import the latter
+        # Seconds, once; optimizers import the second.
+        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "framework.zero", "framework.models.llama"])
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             mine, theirs = context.Pipe()

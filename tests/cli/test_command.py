@@ -39,7 +39,7 @@ def inputs(tmp_path_factory) -> Path:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder / "tokenizer")
-    for name, rows in (("rows", 16), ("validation", 4), ("long_validation", 20_000)):
+    for name, rows in (("rows", 16), ("validation", 4), ("long_validation", 8_000)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in range(rows)))
     (folder / "recipe.yaml").write_text(RECIPE.replace("INPUTS", str(folder)))
     return folder

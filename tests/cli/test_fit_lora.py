@@ -97,13 +97,13 @@ def plain_training(recipe: RecipeConfig) -> tuple[list[float], Llama]:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_p26_p44_an_adapter_trains_as_in_plain_torch_for_every_stage(ranks, recipe, tmp_path, world_size: int, dora: bool) -> None:
+@pytest.mark.parametrize(("world_size", "stages"), [(1, (3,)), (2, (0, 1, 2, 3))])
+def test_p26_p44_an_adapter_trains_as_in_plain_torch_for_every_stage(ranks, recipe, tmp_path, world_size, stages, dora: bool) -> None:
     recipe = dataclasses.replace(recipe, peft=dataclasses.replace(LORA, dora=dora))
     expected, model = plain_training(recipe)
     assert expected[-1] < expected[0] - 0.1
     ids = torch.arange(20)[None] * 3
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         run_dir = tmp_path / f"zero{stage}"
         sharded = dataclasses.replace(recipe, zero=ZeroConfig(stage=stage))
         write_run_dir(run_dir, sharded, overrides=[], command=["test"])

@@ -97,15 +97,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_p44_it_trains_as_plain_torch_with_the_same_groups_for_every_stage(ranks, recipe, tmp_path, case: str) -> None:
+STAGES = [(0, 1, 2, 3), (0, 3), (1, 3), (2, 3)]  # what is frozen has buffers of its own; the other cases differ in groups only
+
+
+@pytest.mark.parametrize(("case", "stages"), list(zip(CASES, STAGES, strict=True)), ids=CASES)
+def test_p44_it_trains_as_plain_torch_with_the_same_groups_for_every_stage(ranks, recipe, tmp_path, case: str, stages) -> None:
     model, optimizer, is_trained, lr_of, decay_of = CASES[case]
     recipe = dataclasses.replace(
         recipe, model=dataclasses.replace(recipe.model, **model), optimizer=dataclasses.replace(recipe.optimizer, **optimizer)
     )
     expected, parameters = plain_training(recipe, is_trained, lr_of or (lambda name: 1.0), decay_of)
     before = open_pretrained(recipe.model.path)
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         run_dir = tmp_path / f"zero{stage}"
         sharded = dataclasses.replace(recipe, zero=ZeroConfig(stage=stage))
         write_run_dir(run_dir, sharded, overrides=[], command=["test"])

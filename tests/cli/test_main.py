@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -86,21 +85,25 @@ def test_check_prints_the_plan_of_a_sound_recipe(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "status", "said"),
+    ("settings", "ended", "said"),
     [
         (["kernels=compiled"], 2, "kernels: got compiled, but no libframework_cpu was found"),
         (["kernels=auto"], 0, "plain torch, because no libframework_cpu was found"),
         (["kernels=compiled", "precision=fp64"], 2, "kernels: got compiled, but the compiled kernels do not compute in float64"),
     ],
 )
-def test_kernels_that_cannot_be_used_are_said_to_be_missing(tmp_path, settings, status, said):
+def test_kernels_that_cannot_be_used_are_said_to_be_missing(tmp_path, monkeypatch, capsys, settings, ended, said):
     (tmp_path / "text.txt").write_text("Some words to train on, and some more. " * 100)
     settings += [f"data.train={tmp_path}/text.txt", "data.validation_fraction=0", "data.max_tokens=32", "trainer.devices=1"]
     settings += ["trainer.accelerator=cpu"]
-    env = os.environ | {"FRAMEWORK_KERNELS_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "framework", "check", "+recipe=llama_pretrain", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == status and said in done.stdout + done.stderr, done.stdout + done.stderr
+    from framework.kernels import library
+
+    monkeypatch.setenv("FRAMEWORK_KERNELS_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "_loaded", {})  # as at the start of a process
+    monkeypatch.setattr(library, "_mode", "auto")
+    assert status("check", "+recipe=llama_pretrain", *settings) == ended
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
 
 
 def test_check_looks_at_one_job(capsys):

@@ -51,6 +51,18 @@ def run(ranks, world_size: int, recipe: RecipeConfig, run_dir: Path, **changes: 
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def alone(ranks, full, tmp_path_factory) -> Path:
+    """A run of one rank, to go on from. Who changes its files takes a copy."""
+    return run(ranks, 1, full, tmp_path_factory.mktemp("alone") / "whole")
+
+
+@pytest.fixture(scope="module")
+def sharded(ranks, full, tmp_path_factory) -> Path:
+    """As `alone`, of two ranks at stage 3."""
+    return run(ranks, 2, full, tmp_path_factory.mktemp("sharded") / "whole", zero=ZeroConfig(stage=3))
+
+
 def logged(run_dir: Path) -> list[MetricsRow]:
     """All rows, without what a clock has measured."""
     return [dataclasses.replace(row, seconds=None, tokens_per_second=None) for row in read_metrics(run_dir / METRICS)]
@@ -67,9 +79,15 @@ def state(run_dir: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3)])
-def test_p16_a_resumed_run_ends_with_the_same_bits(ranks, full, tmp_path, world_size, stage):
-    whole = run(ranks, world_size, full, tmp_path / "whole", zero=ZeroConfig(stage=stage))
+def assert_same_state(run_dir: Path, other: Path) -> None:
+    found, expected = state(run_dir), state(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(("kind", "world_size", "stage"), [("alone", 1, 0), ("sharded", 2, 3)])
+def test_p16_a_resumed_run_ends_with_the_same_bits(ranks, full, tmp_path, request, kind, world_size, stage):
+    whole = request.getfixturevalue(kind)
     assert [path.name for path in checkpoints(whole)] == [f"step_{step}" for step in range(1, STEPS + 1)]
     prepared = prepare(full.data, load_tokenizer(full.model), seed=full.seed, show_progress=False)
     assert read_summary(whole)["checkpoint_copy_bytes"] == plan_of(full, None, prepared, world_size).checkpoint_bytes
@@ -77,7 +95,7 @@ def test_p16_a_resumed_run_ends_with_the_same_bits(ranks, full, tmp_path, world_
         folder = step_folder(whole, step)
         again = run(ranks, world_size, full, tmp_path / f"from_{step}", zero=ZeroConfig(stage=stage), resume=str(folder))
         assert logged(again) == logged(whole)
-        assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
+        assert_same_state(again, whole)
         assert read_summary(again)["steps"] == STEPS == read_summary(again)["checkpoint_step"]
 
 
@@ -93,13 +111,12 @@ def test_p16_offloaded_state_and_the_loss_scale_go_on(ranks, full, tmp_path):
     settings["offload"] = OffloadConfig(optimizer="nvme", params="nvme", nvme_path=str(tmp_path))  # of one place, on another
     again = run(ranks, 2, full, tmp_path / "again", **settings, resume=str(step_folder(whole, 4)))
     assert repr(logged(again)) == repr(logged(whole)), "as text: what has overflowed is no number, and not equal to itself"
-    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
+    assert_same_state(again, whole)
 
 
-def test_p16_a_run_that_was_killed_inside_an_accumulation_ends_with_the_same_bits(ranks, full, tmp_path, monkeypatch):
+def test_p16_a_run_that_was_killed_inside_an_accumulation_ends_with_the_same_bits(ranks, full, sharded, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     recipe = dataclasses.replace(full, zero=ZeroConfig(stage=3))
-    whole = run(ranks, 2, recipe, tmp_path / "whole")
     recipe = dataclasses.replace(recipe, checkpoint=SAVES, trainer=dataclasses.replace(recipe.trainer, max_steps=STEPS))
     config = write_run_dir(tmp_path / "killed", recipe, overrides=[], command=["test"])
     rank = [sys.executable, str(Path(__file__).with_name("killed_rank.py")), "5", str(config), str(tmp_path / "killed")]
@@ -107,8 +124,8 @@ def test_p16_a_run_that_was_killed_inside_an_accumulation_ends_with_the_same_bit
     newest = resolve(str(tmp_path / "killed"), tmp_path, "x")
     assert 3 <= step_of(newest) <= 4, "step 5 was under way, and with it perhaps the save of step 4"
     again = run(ranks, 2, recipe, tmp_path / "again", resume=str(newest))
-    assert logged(again) == logged(whole)
-    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(again).items())
+    assert logged(again) == logged(sharded)
+    assert_same_state(again, sharded)
 
 
 def test_p16_dropout_goes_on_with_the_same_draws(ranks, lora, tmp_path):
@@ -118,12 +135,11 @@ def test_p16_dropout_goes_on_with_the_same_draws(ranks, lora, tmp_path):
     assert logged(again) == logged(whole)
 
 
-def test_p17_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, full, tmp_path):
-    whole = run(ranks, 2, full, tmp_path / "whole", zero=ZeroConfig(stage=3))
+def test_p17_another_number_of_ranks_and_another_stage_see_the_same_samples(ranks, full, sharded, tmp_path):
     for world_size, stage in ((1, 0), (4, 2)):
         zero = ZeroConfig(stage=stage)
-        again = run(ranks, world_size, full, tmp_path / f"{world_size}", zero=zero, resume=str(step_folder(whole, 2)))
-        losses, expected = ([row.loss for row in logged(folder) if row.loss] for folder in (again, whole))
+        again = run(ranks, world_size, full, tmp_path / f"{world_size}", zero=zero, resume=str(step_folder(sharded, 2)))
+        losses, expected = ([row.loss for row in logged(folder) if row.loss] for folder in (again, sharded))
         assert losses[:2] == expected[:2] and losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -144,8 +160,8 @@ def test_p18_an_adapter_goes_on_only_with_the_model_that_it_was_trained_on(ranks
         run(ranks, 1, moved, tmp_path / "again", resume=str(checkpoint))
 
 
-def test_p18_what_has_changed_is_refused_or_said(ranks, full, tmp_path):
-    checkpoint = step_folder(run(ranks, 1, full, tmp_path / "whole"), 3)
+def test_p18_what_has_changed_is_refused_or_said(full, alone):
+    checkpoint = step_folder(alone, 3)
     full = dataclasses.replace(full, resume=str(checkpoint), trainer=dataclasses.replace(full.trainer, max_steps=STEPS))
     same = preview(full)
     assert same.startswith("resumes after step 3 from ") and "changed since" not in same
@@ -173,8 +189,8 @@ def test_p18_what_has_changed_is_refused_or_said(ranks, full, tmp_path):
     assert "changed since the checkpoint: steps of the whole run: 7 -> 9" in text
 
 
-def test_the_command_lists_shows_and_verifies(ranks, full, tmp_path, capsys):
-    whole = run(ranks, 2, full, tmp_path / "whole", zero=ZeroConfig(stage=3))
+def test_the_command_lists_shows_and_verifies(sharded, tmp_path, capsys):
+    whole = Path(shutil.copytree(sharded, tmp_path / "whole", symlinks=True))
     assert checkpoint_command.main(["ls", str(whole)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == STEPS + 1 and all(line.split()[1] == "2" and "whole" in line for line in lines[1:])
@@ -228,13 +244,12 @@ def test_a_validation_that_is_due_with_a_save_comes_first_and_the_best_stay(rank
     assert logged(again) == logged(tmp_path / "run"), "no row more and none less, at any cadence"
 
 
-def test_precision_may_change_on_the_way_as_masters_are_fp32(ranks, full, tmp_path):
-    whole = run(ranks, 1, full, tmp_path / "whole")
-    as_bf16 = run(ranks, 1, full, tmp_path / "bf16", precision=PrecisionConfig(compute_dtype="bfloat16"), resume=str(step_folder(whole, 3)))
+def test_precision_may_change_on_the_way_as_masters_are_fp32(ranks, full, alone, tmp_path):
+    as_bf16 = run(ranks, 1, full, tmp_path / "bf16", precision=PrecisionConfig(compute_dtype="bfloat16"), resume=str(step_folder(alone, 3)))
     back = run(ranks, 1, full, tmp_path / "back", resume=str(step_folder(as_bf16, 5)))
-    expected, found = ([row.loss for row in logged(folder) if row.loss] for folder in (whole, back))
+    expected, found = ([row.loss for row in logged(folder) if row.loss] for folder in (alone, back))
     assert found[:3] == expected[:3] and found != expected and found == pytest.approx(expected, rel=0.05)
-    assert (step_folder(as_bf16, 4) / "rank_0.safetensors").stat().st_size == (step_folder(whole, 4) / "rank_0.safetensors").stat().st_size
+    assert (step_folder(as_bf16, 4) / "rank_0.safetensors").stat().st_size == (step_folder(alone, 4) / "rank_0.safetensors").stat().st_size
     changed = preview(
         dataclasses.replace(
             full,
@@ -245,9 +260,8 @@ def test_precision_may_change_on_the_way_as_masters_are_fp32(ranks, full, tmp_pa
     assert "changed since the checkpoint: precision.compute_dtype: bfloat16 -> float32" in changed
 
 
-def test_a_checkpoint_that_was_copied_elsewhere_says_that_its_metrics_are_missing(ranks, full, tmp_path):
-    whole = run(ranks, 1, full, tmp_path / "whole")
-    shutil.copytree(step_folder(whole, 5), tmp_path / "elsewhere" / "checkpoints" / "step_5")
+def test_a_checkpoint_that_was_copied_elsewhere_says_that_its_metrics_are_missing(ranks, full, alone, tmp_path):
+    shutil.copytree(step_folder(alone, 5), tmp_path / "elsewhere" / "checkpoints" / "step_5")
     (output,) = ranks(1, fit_and_listen, full, tmp_path / "again", str(tmp_path / "elsewhere"), timeout=120)
     assert f"metrics.csv begins after step 5: there is no {tmp_path / 'elsewhere' / METRICS}" in output
     assert [row.step for row in read_metrics(tmp_path / "again" / METRICS) if row.loss] == [6, 7]
@@ -315,8 +329,8 @@ def test_a_resume_that_leads_nowhere_is_told_by_the_command_with_what_to_write(t
         assert said in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_was_kept_under_another_name_goes_on_and_the_best_by_its_pointer(ranks, full, tmp_path, capsys):
-    whole = run(ranks, 1, full, tmp_path / "whole")
+def test_a_checkpoint_that_was_kept_under_another_name_goes_on_and_the_best_by_its_pointer(ranks, full, alone, tmp_path, capsys):
+    whole = Path(shutil.copytree(alone, tmp_path / "whole", symlinks=True))
     kept = tmp_path / "kept" / "good"
     shutil.copytree(step_folder(whole, 4), kept)
     again = run(ranks, 1, full, tmp_path / "again", resume=str(kept))
@@ -333,8 +347,8 @@ def test_a_checkpoint_that_was_kept_under_another_name_goes_on_and_the_best_by_i
             resolve(str(best), tmp_path, "x")
 
 
-def test_the_newest_run_is_the_one_that_began_last_whatever_it_is_called(ranks, full, tmp_path):
-    first = run(ranks, 1, full, tmp_path / "tiny" / "2026-01-01_10-00-00")
+def test_the_newest_run_is_the_one_that_began_last_whatever_it_is_called(alone, tmp_path):
+    first = Path(shutil.copytree(alone, tmp_path / "tiny" / "2026-01-01_10-00-00", symlinks=True))
     (first / "summary.json").unlink()
     for name, began in (("2026-01-01_10-00-00", "10:00:00+0100"), ("a copy", "10:00:00+0100"), ("2026-01-01_09-30-00", "09:30:00+0000")):
         folder = tmp_path / "tiny" / name

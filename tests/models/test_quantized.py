@@ -89,16 +89,26 @@ def test_bits_of_a_weight(config: PeftConfig, bits: float):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_no_dequantised_weight_is_kept_for_backward(dora: bool):
+def test_no_dequantised_weight_is_kept_for_backward_and_gradients_are_those_of_the_dense_one(dora: bool):
     made = layer(dataclasses.replace(NF4, dora=dora), 128, 96, kind=QuantizedLoraLinear)
+    trained = [parameter for parameter in (made.lora_A, made.lora_B, made.lora_magnitude) if parameter is not None]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 128, requires_grad=True)
     saved: dict[int, torch.Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.setdefault(id(tensor), tensor), lambda tensor: tensor):
-        out = made(torch.randn(2, 128, requires_grad=True))
+        out = made(x)
     kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved.values()}
     parameters = sum(parameter.nbytes for parameter in made.parameters())
     assert sum(kept.values()) < parameters + 16 * 128 * 4 < made.dense(torch.float32).nbytes
-    out.sum().backward()
-    assert made.lora_B.grad is not None
+    gradient = torch.randn(2, 96)
+    found = torch.autograd.grad(out, (x, *trained), gradient)
+    matrix = made.dense(torch.float32) + NF4.alpha / NF4.rank * made.lora_B @ made.lora_A
+    if dora:
+        matrix = matrix * (made.lora_magnitude / row_norms(matrix).detach())[:, None]
+    expected = torch.autograd.grad(linear(x, matrix, made.bias), (x, *trained), gradient)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", FORMATS, ids=NAMES)

@@ -38,7 +38,7 @@ from framework.zero.memory import MemoryMeter
 from framework.zero.norm import NonFiniteError, StepStats
 from framework.zero.offload import HostMemory
 from framework.zero.optimizer import ShardedOptimizer
-from framework.zero.policy import FULL, check_precision, group_size, offloaded, policy_of
+from framework.zero.policy import FULL, check_settings, group_size, offloaded, policy_of
 from framework.zero.prefetch import Prefetch
 from framework.zero.scaler import LossScaler
 from framework.zero.unit import Unit
@@ -88,7 +88,7 @@ class ZeroEngine:
         self.policy = policy_of(self.zero)
         self.grad_clip = grad_clip
         self._precision = precision = precision or PrecisionConfig()
-        check_precision(precision, offload or OffloadConfig())
+        check_settings(precision, offload or OffloadConfig(), grad_clip)
         self.compute_dtype = getattr(torch, precision.compute_dtype)
         self.master_dtype = torch.float64 if self.compute_dtype is torch.float64 else torch.float32
         if group is None and dist.is_available() and dist.is_initialized():

@@ -111,8 +111,12 @@ def offloaded(config: OffloadConfig, trained_numels: Sequence[int]) -> list[bool
     return chosen[::-1]
 
 
-def check_precision(precision: PrecisionConfig, offload: OffloadConfig) -> None:
-    """Raises ValueError for settings that mean nothing together."""
+def check_settings(precision: PrecisionConfig, offload: OffloadConfig, grad_clip: float | None) -> None:
+    """Raises ValueError for settings that mean nothing, alone or together."""
+    if grad_clip is not None and not grad_clip > 0:
+        raise ValueError(f"grad_clip={grad_clip!r}: it is the largest norm of the gradients, above 0, or None for no clipping")
+    if not 0 <= offload.fraction <= 1:
+        raise ValueError(f"OffloadConfig(fraction={offload.fraction!r}): it is a share, from 0 to 1")
     if precision.autocast != "none" and precision.compute_dtype != "float32":
         raise ValueError(f"autocast={precision.autocast!r} is for parameters in float32, got compute_dtype={precision.compute_dtype!r}")
     if precision.fp32_modules and precision.compute_dtype not in ("bfloat16", "float16"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.zero import NonFiniteError, PrecisionConfig, ZeroConfig, ZeroEngine, norm
+from framework.zero import NonFiniteError, OffloadConfig, PrecisionConfig, ZeroConfig, ZeroEngine, norm
 from framework.zero.comm import Comm
 from tests.zero import zoo
 
@@ -267,3 +267,17 @@ def test_tokens_that_cannot_be_counted_are_named(tokens: float) -> None:
     engine.backward(model(torch.arange(8).view(2, 4)), tokens)
     with pytest.raises(ValueError, match=f"step 1: the micro-batches of all ranks have {tokens:g} tokens; nothing was updated"):
         engine.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grad_clip": -1.0}, "largest norm of the gradients, above 0"),
+        ({"grad_clip": 0.0}, "or None for no clipping"),
+        ({"grad_clip": float("nan")}, "grad_clip=nan"),
+        ({"offload": OffloadConfig(optimizer="cpu", fraction=2.0)}, "a share, from 0 to 1"),
+    ],
+)
+def test_settings_that_would_train_something_else_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeroEngine(nn.Linear(2, 2), ZeroConfig(stage=0), **settings)

@@ -15,7 +15,8 @@ from tests.models.families import byte_tokenizer
 
 DATA = Path(__file__).parent.parent / "scripts" / "bench" / "data.py"
 ENGINE = Path(__file__).parent.parent / "scripts" / "bench" / "engine.py"
-OURS = {f"ours-{stage}" for stage in range(4)}
+STAGES = "0", "2", "3"  # 1 would take as long as each, and differs from 2 within the engine
+OURS = {f"ours-{stage}" for stage in STAGES}
 TORCHS = {"ddp", "fsdp2-keep", "fsdp2-reshard"}
 
 
@@ -24,7 +25,7 @@ def run(tmp_path_factory):
     """(printed text, what --json wrote) of one quick run."""
     written = tmp_path_factory.mktemp("bench") / "measured.json"
     done = subprocess.run(
-        [sys.executable, ENGINE, "--size", "tiny", "--quick", "--no-offload", "--json", written],
+        [sys.executable, ENGINE, "--size", "tiny", "--quick", "--no-offload", "--stages", *STAGES, "--json", written],
         capture_output=True,
         text=True,
         timeout=280,
@@ -50,9 +51,8 @@ def test_all_contestants_train_alike(run):
         assert mine == pytest.approx(losses["ddp"], rel=1e-4), name
 
 
-@pytest.mark.parametrize("contestant", ["ours-3-offload-all", "fsdp2-reshard-offload-all"])
-def test_contestants_with_state_in_host_memory_take_their_steps(contestant: str):
-    line = [sys.executable, ENGINE, "--size", "tiny", "--quick", "--profile", contestant]
+def test_a_contestant_with_state_in_host_memory_is_profiled():
+    line = [sys.executable, ENGINE, "--size", "tiny", "--quick", "--profile", "ours-3-offload-all"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "ms/step" in done.stdout, done.stderr
 

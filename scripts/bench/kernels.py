@@ -6,8 +6,8 @@
 
 Two jobs are timed. `update`: AdamW on fp32 gradients. `pipeline`: what a training step needs, from bf16 gradients to bf16 parameters,
 with the gradients multiplied by one factor (loss scale and clipping); torch and DeepSpeed do it in several passes. `same bytes` is a loop
-that moves exactly what ours moves (with a whole master) and computes next to nothing. Contestants take turns in changing order, and a ratio is the median of the
-ratios within rounds: on a shared machine a median of times says little by itself.
+that moves exactly what ours moves (with a whole master) and computes next to nothing. Contestants take turns in changing order, and a ratio
+is the median of the ratios within rounds: on a shared machine a median of times says little by itself.
 """
 
 from __future__ import annotations

@@ -202,6 +202,8 @@ class ZeroEngine:
         """
         self.check_last_step()
         refuse.assigned_gradients(self)
+        if self.sharded_optimizer is not None:
+            self.sharded_optimizer.check_options()
         self._reduce_leftovers()
         self.pool.give_back()
         sums = norm.sum_over_ranks(self.trained, self.world, self.loss_sum, self._tokens, self.stop_requested, self.busy(), self.device)

@@ -139,13 +139,10 @@ class FlatOptimizer:
 
     def step(self, factor: torch.Tensor, is_used: list[bool], offsets: dict[int, int]) -> None:
         """Update with gradient = `buffer.grad` * `factor`; where `factor` is not finite, nothing changes but the counts of steps
-        (`take_back_count`). Raises RuntimeError for an option that was set since and that the kernel does not have."""
+        (`take_back_count`)."""
         factor = factor.float()
         self._counted.clear()
         settings: dict[tuple[int, int], ShardRange] = {}
-        for group in self._torch.param_groups:
-            if option := _other_arithmetic(group):
-                raise RuntimeError(f"{option} was set in a group of the optimizer after the engine was made: set it before")
         for buffer, shards in self._shards.items():
             used = [shard for shard in shards if is_used[offsets[id(buffer)] + shard.slot]]
             if not used:
@@ -164,6 +161,12 @@ class FlatOptimizer:
                 copies = buffer.shard is not buffer.master and buffer.is_written_with_master
                 update(buffer.grad[extent], buffer.shard[extent] if copies else None, factor)
         self._count(1)
+
+    def check_options(self) -> None:
+        """Raises RuntimeError for an option that was set since the beginning and that the kernel does not have."""
+        for group in self._torch.param_groups:
+            if option := _other_arithmetic(group):
+                raise RuntimeError(f"{option} was set in a group of the optimizer after the engine was made: set it before")
 
     def _count(self, steps: int) -> None:
         """Bring torch's counters up to date with ours."""

@@ -166,6 +166,11 @@ class ShardedOptimizer:
             buffer.master_dtype is torch.float32 and not buffer.master_on_host for buffer, *_ in self.pieces
         )
 
+    def check_options(self) -> None:
+        """Before a step: raises RuntimeError for what was set in the optimizer's groups and would not be done."""
+        if isinstance(self._flat, FlatOptimizer):
+            self._flat.check_options()
+
     def take_back_count(self) -> None:
         """The last step turned out to have been skipped by the device: it does not count."""
         if self._flat is not None:

@@ -130,6 +130,9 @@ def test_options_loaded_into_the_torch_optimizer_hold(kernels) -> None:
     engine.optimizer.param_groups[0]["maximize"] = True
     with pytest.raises(RuntimeError, match="maximize was set in a group of the optimizer after the engine was made"):
         train(engine, STEPS[:1])
+    engine.optimizer.param_groups[0]["maximize"] = False
+    engine.reset()
+    train(engine, STEPS[:1])  # it was refused before anything changed
 
 
 def test_loading_into_a_running_engine_holds_the_moments_once() -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -204,7 +205,8 @@ class StreamWriter:
         and the disk would be idle until then. (The advice drops nothing that is not on the disk yet.)"""
         if hasattr(os, "posix_fadvise"):
             self._stream.flush()
-            os.posix_fadvise(self._stream.fileno(), self._stream.tell() - nbytes, nbytes, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(self._stream.fileno(), self._stream.tell() - nbytes, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, durably: bool = False) -> None:
         """`durably`: what was written is on the disk when this returns."""

@@ -120,8 +120,8 @@ def prune(run_dir: Path, keep: int, *, keep_every_n_steps: int | None = None, ke
     if keep_best and (best := _best(whole)[:keep_best]):
         stay |= set(best)
         write_whole(folder / BEST, f"{best[0].name}\n")
-    for leftover in folder.glob(".step_*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.glob(".*.partial"):  # folders, and the files that become `latest` and `best`
+        remove(leftover)
     old = [path for path in whole if path not in stay]
     for path in old:
         remove_checkpoint(path)

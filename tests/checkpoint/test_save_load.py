@@ -357,6 +357,7 @@ def test_only_whole_checkpoints_count_when_old_ones_go(whole, tmp_path):
         shutil.copytree(whole, step_folder(tmp_path, step))
     (step_folder(tmp_path, 10) / "rank_0.safetensors").unlink()
     partial_folder(step_folder(tmp_path, 11)).mkdir()
+    (tmp_path / "checkpoints" / ".latest.partial").write_text("step_4\n")  # killed before it got its name
     assert [path.name for path in prune(tmp_path, keep=2)] == ["step_1", "step_2"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_10", "step_3", "step_4"]
     assert [path.name for path in prune(tmp_path, keep=0)] == ["step_3"], "the last one stays"

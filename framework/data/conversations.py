@@ -77,6 +77,8 @@ def choose_format(row: Row, wanted: str, mapping: ColumnsConfig) -> RowFormat:
             )
             raise UserError(problem)
         return RowFormat(kind="text", columns=USUAL_COLUMNS["text"], yields="documents")
+    if mapping == ColumnsConfig() and (problem := _preferences(row)):
+        raise UserError(problem)
     kinds = [wanted] if wanted != "auto" else list(USUAL_COLUMNS)
     kind = next((kind for kind in kinds if _fits(row, kind, mapping)), None)
     if kind is None:
@@ -201,6 +203,26 @@ def _with_turn_keys(form: RowFormat, row: Row, mapping: ColumnsConfig) -> RowFor
         if columns.role in first and columns.content in first:
             return RowFormat(kind=kind, columns=columns)
     return form
+
+
+def _preferences(row: Row) -> Problem | None:
+    """Pairs of a better and a worse answer, or answers that were judged: what they say besides would not be trained, silently. A mapping
+    of columns says that this is meant."""
+    columns = row.value
+    expected = "rows with the answer to train on: preferences are not trained; data.columns, where one column of answers is meant"
+    if {"chosen", "rejected"} <= columns.keys():
+        fix = "rows whose last turn is the chosen answer"
+        if isinstance(columns["chosen"], list):
+            fix = "data.columns.messages=chosen"
+        elif isinstance(columns["chosen"], str):
+            fix = f"data.columns.prompt={'prompt' if 'prompt' in columns else 'COLUMN'} data.columns.completion=chosen"
+        return Problem(path=row.where, got="preference pairs (the columns `chosen` and `rejected`)", expected=expected, fix=fix)
+    answers = next((column for column in ("messages", "conversations", "completion") if column in columns), None)
+    if isinstance(columns.get("label"), bool) and answers:
+        mapped = "completion" if answers == "completion" else "messages"
+        fix = f"the rows whose label is true alone, without that column, or data.columns.{mapped}={answers}"
+        return Problem(path=row.where, got="answers that were judged (the column `label` is true or false)", expected=expected, fix=fix)
+    return None
 
 
 def _wrong_columns(row: Row, kinds: list[str], mapping: ColumnsConfig) -> Problem:

@@ -90,6 +90,8 @@ def read_turn(row: Row, entry: Any, which: str, columns: ColumnsConfig) -> Turn:
     """The turn `entry`, which messages call `which`. Raises UserError that names the row."""
     name = _role(row, entry, which, columns)
     weight = entry.get("weight")
+    if entry.get("loss_weight") not in (None, 1):
+        raise wrong(row, got=f"{which} with `loss_weight`", expected="`weight`, 0 (not trained on) or 1", fix='"weight": 0')
     if weight not in (None, 0, 1):
         raise wrong(row, got=f"{which} with `weight` = {excerpt(weight)}", expected="0 (not trained on) or 1")
     train = entry.get("train")

@@ -61,6 +61,31 @@ ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b"
 PLUS = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 
+TURNS = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+
+
+@pytest.mark.parametrize(("value", "mapping", "said"), [
+    ({"messages": TURNS, "chosen": "5", "rejected": "6"}, {"messages": "messages"}, "preference pairs"),
+    ({"prompt": "2 + 3?", "completion": "5", "chosen": "5", "rejected": "6"}, {"completion": "chosen"}, "data.columns.prompt=prompt"),
+    ({"messages": TURNS, "chosen": TURNS, "rejected": TURNS}, {"messages": "chosen"}, "data.columns.messages=chosen"),
+    ({"messages": TURNS, "label": False}, {"messages": "messages"}, "the rows whose label is true alone"),
+])  # fmt: skip
+def test_preferences_are_never_trained_on_as_answers_unless_a_mapping_says_so(value, mapping, said):
+    with pytest.raises(UserError, match=said):
+        read(value)
+    assert read(value, **mapping) is not None
+
+
+def test_a_label_that_is_no_judgement_is_a_column_like_others():
+    assert read({"messages": TURNS, "label": "arithmetic"}) == read({"messages": TURNS})
+
+
+def test_p7_another_trainers_weight_of_a_turn_is_not_passed_over():
+    with pytest.raises(UserError, match="`loss_weight`"):
+        read({"messages": [TURNS[0], TURNS[1] | {"loss_weight": 0}]})
+    assert read({"messages": [TURNS[0], TURNS[1] | {"loss_weight": 1}]}) == read({"messages": TURNS})
+
+
 @pytest.mark.parametrize("arguments", [{"a": 2, "b": 3}, '{"a": 2, "b": 3}'])
 def test_tools_of_messages_and_sharegpt_are_brought_into_the_form_that_templates_take(arguments):
     call = {"name": "add", "arguments": arguments}

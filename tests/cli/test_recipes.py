@@ -66,6 +66,16 @@ def train(ranks, run_dir: Path, *words: str) -> Path:
     return run_dir
 
 
+def test_llama_lora_also_with_all_state_in_host_memory(ranks, smollm, tmp_path) -> None:
+    model = pretrained(tmp_path / "model", smollm, tie_word_embeddings=True)
+    losses = []
+    for name, words in (("run", []), ("offloaded", ["zero=3", "offload=all"])):
+        run = train(ranks, tmp_path / name, "+recipe=llama_lora", f"model.path={model}", "data.max_rows=20", *words)
+        losses.append(series(read_metrics(run / METRICS), "loss")[1])
+        assert json.loads((run / EXPORT / "adapter_config.json").read_text())["r"] == 16
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_llama_qlora(ranks, smollm, tmp_path) -> None:
     model = pretrained(tmp_path / "model", smollm, tie_word_embeddings=True)
     run = train(ranks, tmp_path / "run", "+recipe=llama_qlora", f"model.path={model}", "data.max_rows=20")

@@ -64,16 +64,25 @@ PLUS = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 TURNS = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
 
 
-@pytest.mark.parametrize(("value", "mapping", "said"), [
-    ({"messages": TURNS, "chosen": "5", "rejected": "6"}, {"messages": "messages"}, "preference pairs"),
-    ({"prompt": "2 + 3?", "completion": "5", "chosen": "5", "rejected": "6"}, {"completion": "chosen"}, "data.columns.prompt=prompt"),
-    ({"messages": TURNS, "chosen": TURNS, "rejected": TURNS}, {"messages": "chosen"}, "data.columns.messages=chosen"),
-    ({"messages": TURNS, "label": False}, {"messages": "messages"}, "the rows whose label is true alone"),
+BETTER = [TURNS[0], {"role": "assistant", "content": "5, of course"}]
+
+
+@pytest.mark.parametrize(("value", "mapping", "said", "trained"), [
+    ({"messages": TURNS, "chosen": "a", "rejected": "b"}, {"messages": "messages"}, "preference pairs", TURNS),
+    ({"messages": TURNS, "chosen": BETTER, "rejected": TURNS}, {"messages": "chosen"}, "data.columns.messages=chosen", BETTER),
+    ({"messages": TURNS, "label": False}, {"messages": "messages"}, "the rows whose label is true alone", TURNS),
 ])  # fmt: skip
-def test_preferences_are_never_trained_on_as_answers_unless_a_mapping_says_so(value, mapping, said):
+def test_preferences_are_never_trained_on_as_answers_unless_a_mapping_says_so(value, mapping, said, trained):
     with pytest.raises(UserError, match=said):
         read(value)
-    assert read(value, **mapping) is not None
+    assert read(value, **mapping) == ("messages", tuple(Turn(turn["role"], turn["content"]) for turn in trained))
+
+
+def test_the_better_answer_to_a_prompt_is_a_completion_where_a_mapping_says_so():
+    value = {"prompt": "2 + 3?", "completion": "what?", "chosen": " 5", "rejected": " 6"}
+    with pytest.raises(UserError, match="data.columns.prompt=prompt data.columns.completion=chosen"):
+        read(value)
+    assert read(value, prompt="prompt", completion="chosen") == ("completion", Completion("2 + 3?", " 5"))
 
 
 def test_a_label_that_is_no_judgement_is_a_column_like_others():
